@@ -1,0 +1,123 @@
+"""Every limit of an engine, checked once."""
+
+import difflib
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionBackend = Literal["auto", "xla", "tpu", "gpu"]
+
+_SMALLEST_TOKEN_BUCKET = 16
+_SMALLEST_SEQ_BUCKET = 2  # XLA compiles a product with one row as a plain loop on the CPU: two rows are faster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """The options of `LLM(model, ...)`, under NanoVLLM's names where NanoVLLM has them.
+
+    Raises `ValueError` on a value outside its range. Nothing changes after construction: what depends on the
+    checkpoint or the device (`eos`, `num_kvcache_blocks`, `max_model_len`) is settled with `dataclasses.replace`.
+    """
+
+    model: str  # folder, GGUF file or hub name
+    max_num_batched_tokens: int = 8192  # tokens per step
+    max_num_seqs: int = 256  # sequences per step
+    max_model_len: int = 4096  # tokens per sequence, prompt and completion; cut to what the model was made for
+    gpu_memory_utilization: float = 0.9  # share of a TPU's or GPU's memory for weights, cache and temporaries
+    tensor_parallel_size: int = 1  # chips that share the model
+    enforce_eager: bool = False  # skip the warm-up: programs compile when first needed
+    kvcache_block_size: int = 16  # tokens per KV-cache block
+    num_kvcache_blocks: int = -1  # blocks in the pool; -1 sizes it from the device's memory
+    eos: int | frozenset[int] = -1  # end ids; the engine fills in those of the checkpoint
+    dtype: Dtype = "auto"  # of weights, activations and cache; auto is the checkpoint's
+    attention_backend: AttentionBackend = "auto"  # auto follows the platform
+    token_buckets: tuple[int, ...] = ()  # padded token counts of prefill; () doubles from 16 to the limit
+    seq_buckets: tuple[int, ...] = ()  # padded sequence counts of decode; () doubles from 2 to the limit
+    block_buckets: tuple[int, ...] = ()  # padded blocks per sequence; () is one bucket, of max_model_len
+    forbid_recompile: bool = False  # raise when a step compiles after the warm-up
+    seed: int = 0  # of the requests that give none
+
+    def __post_init__(self):
+        for field in ("token_buckets", "seq_buckets", "block_buckets"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        self._check_counts()
+        self._check_choices()
+        self._check_buckets()
+
+    @classmethod
+    def from_options(cls, model: str, options: dict[str, Any]) -> Self:
+        """Builds a config from keyword options; a name that is none of ours is refused with the nearest one."""
+        names = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}."
+                raise ValueError(f"unknown option {name!r}: {hint}")
+        return cls(model=model, **options)
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.kvcache_block_size)
+
+    def resolved_token_buckets(self) -> tuple[int, ...]:
+        return self.token_buckets or _doubling(_SMALLEST_TOKEN_BUCKET, self.max_num_batched_tokens)
+
+    def resolved_seq_buckets(self) -> tuple[int, ...]:
+        return self.seq_buckets or _doubling(_SMALLEST_SEQ_BUCKET, self.max_num_seqs)
+
+    def resolved_block_buckets(self) -> tuple[int, ...]:
+        return self.block_buckets or (self.max_blocks_per_seq,)
+
+    def _check_counts(self):
+        minima = {
+            "max_num_batched_tokens": 1,
+            "max_num_seqs": 1,
+            "max_model_len": 2,  # one token of prompt, one of completion
+            "tensor_parallel_size": 1,
+            "kvcache_block_size": 2,  # NanoVLLM's rule for a new block (length % block_size == 1) breaks at 1
+        }
+        for name, least in minima.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}={value!r} is not a whole number of at least {least}.")
+        blocks = self.num_kvcache_blocks
+        if not isinstance(blocks, int) or isinstance(blocks, bool) or (blocks < 1 and blocks != -1):
+            raise ValueError(f"num_kvcache_blocks={blocks!r} is not a positive number: use -1 for automatic.")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1].")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "a decode step needs one token per sequence."
+            )
+
+    def _check_choices(self):
+        _check_choice("dtype", self.dtype, get_args(Dtype))
+        _check_choice("attention_backend", self.attention_backend, get_args(AttentionBackend))
+
+    def _check_buckets(self):
+        limits = {
+            "token_buckets": ("max_num_batched_tokens", self.max_num_batched_tokens),
+            "seq_buckets": ("max_num_seqs", self.max_num_seqs),
+            "block_buckets": ("max_model_len / kvcache_block_size", self.max_blocks_per_seq),
+        }
+        for name, (limit_name, limit) in limits.items():
+            buckets = getattr(self, name)
+            if any(not isinstance(b, int) or b < 1 for b in buckets) or list(buckets) != sorted(set(buckets)):
+                raise ValueError(f"{name}={buckets} is not a rising sequence of positive whole numbers.")
+            if buckets and buckets[-1] < limit:
+                raise ValueError(f"{name}={buckets} ends below {limit_name}={limit}: no bucket holds the largest step.")
+
+
+def _check_choice(name: str, value: object, choices: Collection[str]):
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(choices)}.")
+
+
+def _doubling(first: int, last: int) -> tuple[int, ...]:
+    """Powers of two times `first` below `last`, then `last` (at least `first`)."""
+    buckets = [first]
+    while buckets[-1] < last:
+        buckets.append(min(2 * buckets[-1], last))
+    return tuple(buckets)
