@@ -1,0 +1,170 @@
+"""Paged attention: the public op. Checks what it is given, then hands it to the backend's body.
+
+The body of a backend is a module with `write` and `attend` as here, without `backend`. It is imported when
+first used: the TPU's and the GPU's need parts of JAX that a machine without one may lack.
+"""
+
+import importlib
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxvllm.kernels import kv_cache
+
+Backend = Literal["xla", "tpu", "gpu"]
+
+_BODIES: dict[str, str] = {
+    "xla": "jaxvllm.kernels.paged_attention_xla",
+}
+_BACKEND_OF_PLATFORM: dict[str, Backend] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
+_POOL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+class AttentionBatch(NamedTuple):
+    """Where a step's tokens stand in the cache: what `write` and `attend` need beside q, k and v.
+
+    Sequence s has the new tokens `cu_seqlens_q[s]` to `cu_seqlens_q[s + 1]`, its last of `context_lens[s]`.
+    """
+
+    slot_mapping: Int32[Array, " T"]  # padding: B * P, one past the last slot, which `write` drops
+    block_tables: Int32[Array, "S M"]  # entries past the context may be anything
+    context_lens: Int32[Array, " S"]  # padding: 0
+    cu_seqlens_q: Int32[Array, " S+1"]  # padding repeats the last value
+    num_seqs: Int32[Array, " 1"]  # sequences that are not padding
+
+
+def resolve_backend(name: str, platform: str) -> Backend:
+    """Returns the backend of `name` ("auto" follows JAX's `platform`: "cpu", "tpu", "gpu", ...).
+
+    Raises ValueError where the backend has no body, or is made for another platform.
+    """
+    native = _BACKEND_OF_PLATFORM.get(platform, "xla")
+    if name == "auto":
+        return native if native in _BODIES else "xla"
+    _require_body(name)
+    if name == "xla" or name == native:
+        return name  # pyright: ignore[reportReturnType]  # _require_body has seen it
+    raise ValueError(f"attention_backend={name!r} needs a {name.upper()}, this is {platform!r}: use 'auto'.")
+
+
+def write(
+    pool: Float[Array, "B K P two_Hp"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    slot_mapping: Int32[Array, " T"],
+    *,
+    backend: str,
+) -> Float[Array, "B K P two_Hp"]:
+    """Writes the new tokens' keys and values into their slots, in place where the pool is donated.
+
+    A slot outside the pool is dropped. Raises ValueError on shapes or dtypes that do not fit the pool.
+    """
+    body = _body(backend)
+    _check_pool(pool, k.shape[-1], backend)
+    T, K = slot_mapping.shape[0], pool.shape[1]
+    for name, x in (("k", k), ("v", v)):
+        if x.ndim != 3 or x.shape[:2] != (T, K) or x.shape != k.shape:
+            raise ValueError(
+                f"{name} is {x.shape}: needs [{T}, {K}, H], as slot_mapping and the pool have it."
+            )
+    _check_integers("slot_mapping", slot_mapping, (T,))
+    return body.write(pool, k, v, slot_mapping)
+
+
+def attend(
+    q: Float[Array, "T N H"],
+    pool: Float[Array, "B K P two_Hp"],
+    block_tables: Int32[Array, "S M"],
+    context_lens: Int32[Array, " S"],
+    cu_seqlens_q: Int32[Array, " S+1"],
+    num_seqs: Int32[Array, " 1"],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    decode_only: bool = False,
+    backend: str,
+) -> Float[Array, "T N H"]:
+    """Causal attention of each sequence's new tokens over its cached ones, theirs included; in q's dtype.
+
+    Token i of n new ones stands at position `context_lens[s] - n + i` and sees the positions up to its own,
+    with `sliding_window` w only the last w of them. `logits_soft_cap` c turns a score x into c * tanh(x / c).
+    Softmax and sums are float32. Rows of padding, from `cu_seqlens_q[num_seqs]` on, come out as zeros.
+    `decode_only` promises that T == S and that every sequence has one new token.
+
+    What no token sees may hold NaN: slots past the context, blocks in no table. Entries of a table past the
+    context may be any number.
+
+    Raises ValueError, while tracing, on shapes, dtypes or options that do not fit together.
+    """
+    body = _body(backend)
+    if q.ndim != 3:
+        raise ValueError(f"q is {q.shape}: needs [T, N, H].")
+    T, N, H = q.shape
+    _check_pool(pool, H, backend)
+    if N % pool.shape[1] != 0:
+        raise ValueError(f"{N} query heads are not a multiple of the pool's {pool.shape[1]} KV heads.")
+    if block_tables.ndim != 2:
+        raise ValueError(f"block_tables is {block_tables.shape}: needs [S, M].")
+    S = block_tables.shape[0]
+    _check_integers("block_tables", block_tables, block_tables.shape)
+    _check_integers("context_lens", context_lens, (S,))
+    _check_integers("cu_seqlens_q", cu_seqlens_q, (S + 1,))
+    _check_integers("num_seqs", num_seqs, (1,))
+    _check_options(scale, sliding_window, logits_soft_cap)
+    if decode_only and T != S:
+        raise ValueError(f"decode_only needs one token per sequence, but q has {T} tokens for {S} sequences.")
+    return body.attend(
+        q,
+        pool,
+        block_tables,
+        context_lens,
+        cu_seqlens_q,
+        num_seqs,
+        scale=scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        decode_only=decode_only,
+    )
+
+
+def _require_body(backend: str):
+    if backend not in _BODIES:
+        raise ValueError(
+            f"attention_backend={backend!r} has no kernel in this version: "
+            f"use one of auto, {', '.join(_BODIES)}."
+        )
+
+
+def _body(backend: str) -> ModuleType:
+    _require_body(backend)
+    return importlib.import_module(_BODIES[backend])
+
+
+def _check_pool(pool: Array, head_dim: int, backend: str):
+    if pool.ndim != 4 or pool.dtype not in _POOL_DTYPES:
+        raise ValueError(f"the pool is {pool.dtype}{list(pool.shape)}: needs floats [B, K, P, 2*Hp].")
+    room = 2 * kv_cache.padded_head_dim(head_dim, backend)
+    if pool.shape[3] != room:
+        raise ValueError(
+            f"the pool's rows hold {pool.shape[3]} numbers: a key and a value of head_dim={head_dim} "
+            f"take {room} on backend {backend!r}."
+        )
+
+
+def _check_integers(name: str, x: Array, shape: tuple[int, ...]):
+    if x.shape != shape or x.dtype != jnp.int32:
+        raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: needs int32{list(shape)}.")
+
+
+def _check_options(scale: float, sliding_window: int | None, logits_soft_cap: float | None):
+    if not scale > 0:
+        raise ValueError(f"scale={scale} is not positive: it is usually head_dim ** -0.5.")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(
+            f"sliding_window={sliding_window} is below 1: a token sees itself. None is no window."
+        )
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(f"logits_soft_cap={logits_soft_cap} is not positive: None is no cap.")
