@@ -41,6 +41,8 @@ class EngineConfig:
     def __post_init__(self):
         for field in ("token_buckets", "seq_buckets", "block_buckets"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
+        if not isinstance(self.eos, int):
+            object.__setattr__(self, "eos", frozenset(self.eos))
         self._check_counts()
         self._check_choices()
         self._check_buckets()
@@ -79,13 +81,19 @@ class EngineConfig:
         }
         for name, least in minima.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not _is_int(value) or value < least:
                 raise ValueError(f"{name}={value!r} is not a whole number of at least {least}.")
         blocks = self.num_kvcache_blocks
-        if not isinstance(blocks, int) or isinstance(blocks, bool) or (blocks < 1 and blocks != -1):
+        if not _is_int(blocks) or (blocks < 1 and blocks != -1):
             raise ValueError(f"num_kvcache_blocks={blocks!r} is not a positive number: use -1 for automatic.")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} is outside (0, 1].")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization={share!r} is not a number in (0, 1].")
+        if not _is_int(self.seed) or self.seed < 0:
+            raise ValueError(f"seed={self.seed!r} is not a whole number of at least 0.")
+        end_ids = {self.eos} - {-1} if isinstance(self.eos, int) else self.eos
+        if any(not _is_int(end_id) or end_id < 0 for end_id in end_ids):
+            raise ValueError(f"eos={self.eos!r} is not a token id or a set of them.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
@@ -95,6 +103,8 @@ class EngineConfig:
     def _check_choices(self):
         _check_choice("dtype", self.dtype, get_args(Dtype))
         _check_choice("attention_backend", self.attention_backend, get_args(AttentionBackend))
+        for name in ("enforce_eager", "forbid_recompile"):
+            _check_choice(name, getattr(self, name), (False, True))
 
     def _check_buckets(self):
         limits = {
@@ -104,15 +114,19 @@ class EngineConfig:
         }
         for name, (limit_name, limit) in limits.items():
             buckets = getattr(self, name)
-            if any(not isinstance(b, int) or b < 1 for b in buckets) or list(buckets) != sorted(set(buckets)):
+            if any(not _is_int(b) or b < 1 for b in buckets) or list(buckets) != sorted(set(buckets)):
                 raise ValueError(f"{name}={buckets} is not a rising sequence of positive whole numbers.")
             if buckets and buckets[-1] < limit:
                 raise ValueError(f"{name}={buckets} ends below {limit_name}={limit}: no bucket holds the largest step.")
 
 
-def _check_choice(name: str, value: object, choices: Collection[str]):
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_choice(name: str, value: object, choices: Collection[object]):
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(choices)}.")
+        raise ValueError(f"{name}={value!r} is none of {', '.join(map(str, choices))}.")
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:

@@ -23,5 +23,5 @@ class RequestOutput:
 
     def __getitem__(self, name: str):
         if name not in self.__slots__:
-            raise KeyError(name)
+            raise KeyError(f"{name!r} is none of {', '.join(self.__slots__)}")
         return getattr(self, name)

@@ -1,7 +1,7 @@
 """What one request asks of the sampler."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 _SEED_LIMIT = 2**64
 _TOP_K_LIMIT = 2**31
@@ -11,7 +11,7 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
@@ -20,17 +20,23 @@ class SamplingParams:
     """
 
     temperature: float = 1.0  # 0 is greedy
+    max_tokens: int = 64  # new tokens at most
+    ignore_eos: bool = False  # generate past the model's end ids
+    _: KW_ONLY  # the three above keep NanoVLLM's order, for scripts that pass them by position
     top_k: int = -1  # keep the k most likely tokens; -1 or 0 keeps all
     top_p: float = 1.0  # keep the smallest set of tokens whose probabilities reach top_p
     min_p: float = 0.0  # keep tokens at least min_p times as likely as the most likely one
-    max_tokens: int = 64  # new tokens at most
     min_tokens: int = 0  # no end id or stop id before this many new tokens
     stop_token_ids: tuple[int, ...] = ()  # end the request beside the model's own end ids, ignore_eos or not
-    ignore_eos: bool = False  # generate past the model's end ids
     seed: int | None = None  # None: derived from the engine's seed and the request's number
 
     def __post_init__(self):
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        try:
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        except TypeError:
+            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} is not a list of token ids.") from None
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos={self.ignore_eos!r} is neither True nor False.")
         for field in ("temperature", "top_p", "min_p"):
             value = getattr(self, field)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):

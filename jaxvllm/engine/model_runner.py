@@ -1,0 +1,161 @@
+"""Owns the weights, the KV cache and the compiled steps: scheduled sequences in, sampled token ids out."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int32
+from tqdm.auto import tqdm
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.engine.batch import Bucket, choose_bucket, make_buckets, pack_step, packed_fields
+from jaxvllm.engine.cache_size import choose_num_blocks
+from jaxvllm.engine.sequence import Sequence
+from jaxvllm.kernels import kv_cache
+from jaxvllm.kernels.paged_attention import AttentionBatch, resolve_backend
+from jaxvllm.models.config import ModelConfig
+from jaxvllm.models.sampler import SamplingBatch, sample
+
+
+class ModelRunner:
+    """Runs steps on one device. Every step shape is a bucket, every bucket one program, compiled once.
+
+    The pools of the KV cache are donated to each step and replaced by what it returns, so that they are updated in
+    place; no other reference to them may be kept.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, model: nnx.Module):
+        """Allocates the KV cache; raises `ValueError` when the device has no room for one sequence."""
+        if config.tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={config.tensor_parallel_size}: this version runs a model on one chip, use 1."
+            )
+        device = jax.devices()[0]
+        self.backend = resolve_backend(config.attention_backend, device.platform)
+        self.model_config = model_config
+        self._forbid_recompile = config.forbid_recompile
+        self._warm = False
+        self._graphdef, self._params = nnx.split(model)
+        self._buckets = make_buckets(config)
+        self._programs: dict[Bucket, jax.stages.Compiled] = {}
+
+        self.num_blocks = config.num_kvcache_blocks
+        if self.num_blocks == -1:
+            self.num_blocks = choose_num_blocks(
+                config, device, self._block_bytes(config.kvcache_block_size), self._largest_step_bytes(config)
+            )
+        self._num_slots = self.num_blocks * config.kvcache_block_size
+        self._eos = frozenset([config.eos] if isinstance(config.eos, int) else config.eos)
+        shape = self._pool_shape(self.num_blocks, config.kvcache_block_size)
+        self._kv_cache = kv_cache.allocate(model_config.num_layers, shape, jnp.dtype(model_config.dtype))
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled steps held; after the warm-up, the number of buckets."""
+        return len(self._programs)
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
+        """Runs one step over what the scheduler chose; returns one sampled token id per sequence."""
+        bucket = choose_bucket(self._buckets, seqs, is_prefill)
+        packed = pack_step(
+            seqs, bucket, num_slots=self._num_slots, vocab_size=self.model_config.vocab_size, eos=self._eos
+        )
+        program = self._program(bucket)
+        token_ids, self._kv_cache = program(self._params, self._kv_cache, packed)
+        return np.asarray(token_ids)[: len(seqs)].tolist()
+
+    def warm_up(self, show_progress: bool = True):
+        """Compiles every bucket ahead of time, several at once; XLA leaves Python's lock while it compiles."""
+        missing = [bucket for bucket in self._buckets if bucket not in self._programs]
+        with (
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+            tqdm(total=len(missing), desc="Compiling", unit="step", disable=not show_progress) as progress,
+        ):
+            futures = []
+            for bucket in missing:
+                future = pool.submit(self._lower(bucket, self._kv_cache).compile)
+                future.add_done_callback(lambda _: progress.update())
+                futures.append(future)
+            for bucket, future in zip(missing, futures, strict=True):
+                self._programs[bucket] = future.result()
+        self._warm = True
+
+    def _program(self, bucket: Bucket) -> jax.stages.Compiled:
+        program = self._programs.get(bucket)
+        if program is None:
+            if self._warm and self._forbid_recompile:
+                raise RuntimeError(f"{bucket} would compile after the warm-up, and forbid_recompile is set.")
+            program = self._programs[bucket] = self._lower(bucket, self._kv_cache).compile()
+        return program
+
+    def _lower(self, bucket: Bucket, pools: Any) -> jax.stages.Lowered:
+        _, words = packed_fields(bucket)
+        packed = jax.ShapeDtypeStruct((words,), jnp.int32)
+        step = jax.jit(partial(_step, self._graphdef, bucket=bucket, backend=self.backend), donate_argnums=1)
+        return step.lower(self._params, pools, packed)
+
+    def _pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        model = self.model_config
+        return kv_cache.pool_shape(num_blocks, model.num_kv_heads, block_size, model.head_dim, self.backend)
+
+    def _block_bytes(self, block_size: int) -> int:
+        """Bytes of one block, all layers."""
+        size = np.prod(self._pool_shape(1, block_size)) * jnp.dtype(self.model_config.dtype).itemsize
+        return int(size) * self.model_config.num_layers
+
+    def _largest_step_bytes(self, config: EngineConfig):
+        """Returns a function that compiles the largest prefill over a small pool for its temporaries, in bytes."""
+
+        def measure() -> int:
+            bucket = max(self._buckets)
+            shape = self._pool_shape(bucket.num_blocks, config.kvcache_block_size)
+            pool = jax.ShapeDtypeStruct(shape, jnp.dtype(self.model_config.dtype))
+            memory = self._lower(bucket, [pool] * self.model_config.num_layers).compile().memory_analysis()
+            return memory.temp_size_in_bytes
+
+        return measure
+
+
+def unpack(packed: Int32[Array, " words"], bucket: Bucket) -> dict[str, Array]:
+    """The device's side of `pack_step`: the fields of a step, in their shapes and dtypes."""
+    fields, _ = packed_fields(bucket)
+    arrays = {}
+    for name, field in fields.items():
+        words = jax.lax.slice(packed, (field.offset,), (field.offset + int(np.prod(field.shape)),))
+        arrays[name] = jax.lax.bitcast_convert_type(words.reshape(field.shape), field.dtype)
+    return arrays
+
+
+def _step(
+    graphdef: Any, params: Any, pools: list[Array], packed: Int32[Array, " words"], *, bucket: Bucket, backend: str
+) -> tuple[Int32[Array, " S"], list[Array]]:
+    """One step: the model over all new tokens, then one sampled id per sequence.
+
+    `pools` is donated: use the returned ones, the argument is dead. A sequence whose prefill goes on in a later step
+    gets an id too, which the scheduler drops.
+    """
+    fields = unpack(packed, bucket)
+    batch = AttentionBatch(*(fields[name] for name in AttentionBatch._fields))
+    model = nnx.merge(graphdef, params)
+    with jax.named_scope("model"):
+        hidden, pools = model(
+            fields["token_ids"], fields["positions"], pools, batch, backend=backend, decode_only=bucket.decode_only
+        )
+    with jax.named_scope("head"):
+        last = jnp.maximum(batch.cu_seqlens_q[1:] - 1, 0)  # the head runs on each sequence's last token only
+        logits = model.logits(hidden[last])
+    with jax.named_scope("sample"):
+        sampling = SamplingBatch(
+            positions=batch.context_lens,  # the position that the sampled token will take
+            **{name: fields[name] for name in SamplingBatch._fields if name != "positions"},
+        )
+        return sample(logits, sampling), pools

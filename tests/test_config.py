@@ -1,0 +1,89 @@
+import dataclasses
+
+import pytest
+
+from jaxvllm.config import EngineConfig
+
+
+def test_nanovllm_options_keep_their_names():
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert names >= {
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "max_model_len",
+        "gpu_memory_utilization",
+        "tensor_parallel_size",
+        "enforce_eager",
+        "kvcache_block_size",
+        "num_kvcache_blocks",
+    }
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("max_num_seq", "max_num_seqs"), ("enforce_eagre", "enforce_eager"), ("block_size", "kvcache_block_size")],
+)
+def test_misspelt_option_is_refused_with_the_nearest_name(misspelt, meant):
+    with pytest.raises(ValueError, match=f"{misspelt}.*{meant}"):
+        EngineConfig.from_options("folder", {misspelt: 1})
+
+
+def test_option_like_no_other_is_refused_with_the_list():
+    with pytest.raises(ValueError, match=r"zzz.*the options are .*max_num_seqs"):
+        EngineConfig.from_options("folder", {"zzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_num_batched_tokens", 0),
+        ("max_num_seqs", 0),
+        ("max_num_seqs", 2.0),
+        ("max_num_seqs", True),
+        ("max_model_len", 1),
+        ("tensor_parallel_size", 0),
+        ("kvcache_block_size", 1),
+        ("num_kvcache_blocks", 0),
+        ("num_kvcache_blocks", -2),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.1),
+        ("gpu_memory_utilization", float("nan")),
+        ("gpu_memory_utilization", "0.9"),
+        ("dtype", "float8"),
+        ("attention_backend", "triton"),
+        ("token_buckets", (64, 32)),
+        ("token_buckets", (16, 64)),
+        ("token_buckets", "16"),
+        ("seq_buckets", (0, 256)),
+        ("seq_buckets", (8,)),
+        ("block_buckets", (4,)),
+        ("seed", -1),
+        ("seed", 1.5),
+        ("eos", "</s>"),
+        ("eos", [1, -2]),
+        ("enforce_eager", "yes"),
+    ],
+)
+def test_value_out_of_range_is_refused_by_name(option, value):
+    with pytest.raises(ValueError, match=option):
+        EngineConfig(model="folder", **{option: value})
+
+
+def test_step_without_room_for_one_token_per_sequence_is_refused():
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=4 is below max_num_seqs=8"):
+        EngineConfig(model="folder", max_num_batched_tokens=4, max_num_seqs=8)
+
+
+def test_default_buckets_double_up_to_the_limit():
+    config = EngineConfig(
+        model="folder", max_num_batched_tokens=100, max_num_seqs=12, max_model_len=50, kvcache_block_size=16
+    )
+    assert config.resolved_token_buckets() == (16, 32, 64, 100)
+    assert config.resolved_seq_buckets() == (2, 4, 8, 12)
+    assert config.resolved_block_buckets() == (4,)
+
+
+def test_config_is_frozen():
+    config = EngineConfig(model="folder")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_num_seqs = 3
