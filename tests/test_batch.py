@@ -86,7 +86,15 @@ def test_decode_takes_the_last_token_of_each_sequence():
 def test_sampling_options_survive_the_integer_buffer_to_the_bit():
     seed = 0x0123456789ABCDEF
     seq = sequence(
-        [1, 2], cached=1, scheduled=1, block_table=[0], temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, seed=seed
+        [1, 2],
+        cached=1,
+        scheduled=1,
+        block_table=[0],
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.05,
+        seed=seed,
     )
     fields = pack([seq], Bucket(2, 2, 1, True))
     assert fields["temperature"][0] == np.float32(0.7)
@@ -97,9 +105,7 @@ def test_sampling_options_survive_the_integer_buffer_to_the_bit():
 
 
 def test_end_ids_are_banned_until_min_tokens_are_there():
-    seq = sequence(
-        [1, 2], cached=1, scheduled=1, block_table=[0], min_tokens=2, max_tokens=9, stop_token_ids=(40, 7)
-    )
+    seq = sequence([1, 2], cached=1, scheduled=1, block_table=[0], min_tokens=2, max_tokens=9, stop_token_ids=(40, 7))
     bucket = Bucket(2, 2, 1, True)
     padding = [VOCAB_SIZE] * (MAX_BANNED_IDS - 3)
     assert pack([seq], bucket, eos={9})["banned_token_ids"][0].tolist() == [7, 9, 40, *padding]

@@ -177,7 +177,7 @@ class TestPrompts:
         """Fault case 8."""
         with pytest.raises(ValueError, match="empty"):
             llm.add_request(bad, greedy())
-        with pytest.raises(ValueError, match="prompt 1: .*empty"):
+        with pytest.raises(ValueError, match=r"prompt 1: .*empty"):
             llm.generate([[1, 2], bad], greedy(), use_tqdm=False)
         assert llm.is_finished()
         llm.add_request([1, 2], greedy(3))
@@ -191,7 +191,7 @@ class TestPrompts:
     @pytest.mark.parametrize("bad", [-1, 10**6, 1.5, "a", True, None])
     def test_what_is_no_token_id_of_the_model_is_refused(self, llm, bad):
         """Fault case 17."""
-        with pytest.raises(ValueError, match="vocabulary|token ids"):
+        with pytest.raises(ValueError, match=r"vocabulary|token ids"):
             llm.add_request([1, bad], greedy())
         assert llm.is_finished()
 
@@ -280,7 +280,11 @@ class TestAbort:
 def test_after_warm_up_nothing_compiles(tiny_llama_path):
     """Fault case 15: 500 mixed requests, greedy and sampled, batches of every size, chunks, prefix hits."""
     llm = make_llm(
-        tiny_llama_path, enforce_eager=False, forbid_recompile=True, max_num_batched_tokens=64, token_buckets=()
+        tiny_llama_path,
+        enforce_eager=False,
+        forbid_recompile=True,
+        max_num_batched_tokens=64,
+        token_buckets=(),
     )
     runner = llm.engine.model_runner
     assert runner.num_programs == runner.num_buckets

@@ -136,7 +136,13 @@ def unpack(packed: Int32[Array, " words"], bucket: Bucket) -> dict[str, Array]:
 
 
 def _step(
-    graphdef: Any, params: Any, pools: list[Array], packed: Int32[Array, " words"], *, bucket: Bucket, backend: str
+    graphdef: Any,
+    params: Any,
+    pools: list[Array],
+    packed: Int32[Array, " words"],
+    *,
+    bucket: Bucket,
+    backend: str,
 ) -> tuple[Int32[Array, " S"], list[Array]]:
     """One step: the model over all new tokens, then one sampled id per sequence.
 
@@ -148,7 +154,12 @@ def _step(
     model = nnx.merge(graphdef, params)
     with jax.named_scope("model"):
         hidden, pools = model(
-            fields["token_ids"], fields["positions"], pools, batch, backend=backend, decode_only=bucket.decode_only
+            fields["token_ids"],
+            fields["positions"],
+            pools,
+            batch,
+            backend=backend,
+            decode_only=bucket.decode_only,
         )
     with jax.named_scope("head"):
         last = jnp.maximum(batch.cu_seqlens_q[1:] - 1, 0)  # the head runs on each sequence's last token only
