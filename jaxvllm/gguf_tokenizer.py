@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from jaxvllm.models.config import import_transformers
-from jaxvllm.models.gguf_metadata import read_gguf_metadata
+from jaxvllm.models.gguf import GGUFFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -21,8 +21,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 _SPACE = "\u2581"  # SentencePiece's visible space
 
-# How each family of models splits text before merging, as its own tokenizer.json has it: the merges were learned
-# on exactly these pieces.
+# How each family of models splits text before merging, as its own tokenizer.json has it: the merges were
+# learned on exactly these pieces.
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,9 +46,9 @@ _NORMALIZES = ("qwen2",)  # to NFC, as Qwen's own tokenizer.json does
 def load_gguf_tokenizer(path: Path) -> tuple["PreTrainedTokenizerFast", frozenset[int]]:
     """Returns the tokenizer of a GGUF file and the ids that end a text.
 
-    Raises `ValueError` naming the file when its vocabulary is missing, contradicts itself or is of unknown kind.
+    Raises `ValueError` naming the file when its vocabulary is missing, contradicts itself or is not known.
     """
-    metadata = read_gguf_metadata(path)
+    metadata = GGUFFile(path).metadata
     try:
         return _Builder(metadata).build()
     except Exception as error:  # the tokenizers library raises bare exceptions
@@ -95,9 +95,7 @@ class _Builder:
     def _per_token(self, name: str, default: Any) -> list[Any]:
         values = self._field(name, list, default=[default] * len(self.tokens))
         if len(values) != len(self.tokens):
-            raise ValueError(
-                f"tokenizer.ggml.{name} has {len(values)} entries for {len(self.tokens)} tokens."
-            )
+            raise ValueError(f"tokenizer.ggml.{name} has {len(values)} entries for {len(self.tokens)} tokens.")
         return values
 
     def _special_id(self, name: str) -> int | None:
@@ -160,9 +158,7 @@ class _Builder:
         """Lets the marked tokens be found whole in a text; decoding leaves control tokens out."""
 
         def added(*kinds: int, special: bool) -> list[AddedToken]:
-            marked = (
-                token for token, kind in zip(self.tokens, self.types, strict=True) if kind in kinds and token
-            )
+            marked = (token for token, kind in zip(self.tokens, self.types, strict=True) if kind in kinds and token)
             return [AddedToken(token, normalized=False, special=special) for token in marked]
 
         backend.add_special_tokens(added(_CONTROL, _UNKNOWN, special=True))
@@ -170,9 +166,7 @@ class _Builder:
 
     def _add_post_processor(self, backend: Backend, begins: bool):
         bos, eos = self._special_id("bos"), self._special_id("eos")
-        before = (
-            {"bos": bos} if bos is not None and self._field("add_bos_token", bool, default=begins) else {}
-        )
+        before = {"bos": bos} if bos is not None and self._field("add_bos_token", bool, default=begins) else {}
         after = {"eos": eos} if eos is not None and self._field("add_eos_token", bool, default=False) else {}
         if before or after:
             backend.post_processor = processors.TemplateProcessing(
@@ -183,9 +177,7 @@ class _Builder:
 def _pair(merge: str) -> tuple[str, str]:
     left, separator, right = merge.partition(" ")
     if not (left and separator and right) or " " in right:
-        raise ValueError(
-            f"tokenizer.ggml.merges holds {merge!r}, which is not two tokens with a space between."
-        )
+        raise ValueError(f"tokenizer.ggml.merges holds {merge!r}, which is not two tokens with a space between.")
     return left, right
 
 

@@ -33,28 +33,24 @@ class Tokenizer:
     """Encodes and decodes text for one model.
 
     Decoding joins the bytes of the tokens and reads them as UTF-8: what is not UTF-8 becomes U+FFFD. An id
-    beyond the vocabulary decodes to nothing (a model's embedding may have more rows than its tokenizer has ids).
+    beyond the vocabulary decodes to nothing: a model's embedding may have more rows than its tokenizer has ids.
     """
 
-    eos_token_ids: frozenset[
-        int
-    ]  # as the tokenizer's files say; config.json and generation_config.json may add more
+    eos_token_ids: frozenset[int]  # those the tokenizer's own files name
     vocab_size: int  # largest id + 1
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, name: str, eos_token_ids: Iterable[int] = ()):
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ValueError(
-                f"{name}: {type(tokenizer).__name__} has no fast version: a tokenizer.json is needed."
-            )
+            raise ValueError(f"{name}: {type(tokenizer).__name__} has no fast version: a tokenizer.json is needed.")
         # A tokenizer.json may ask that texts be cut or filled to a length: never wanted here.
         backend.no_truncation()
         backend.no_padding()
         self.name = name
         self._tokenizer = tokenizer
         self._backend = backend
-        own_eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-        self.eos_token_ids = frozenset(eos_token_ids) | frozenset(own_eos)
+        own_eos = backend.token_to_id(tokenizer.eos_token) if tokenizer.eos_token else None
+        self.eos_token_ids = frozenset(eos_token_ids) | frozenset([] if own_eos is None else [own_eos])
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         decoder = _Decoder.from_backend(backend, name)
@@ -121,9 +117,7 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError):  # half of a surrogate pair has no UTF-8
-            raise ValueError(
-                "the text holds a lone surrogate, which is not valid Unicode: replace it."
-            ) from None
+            raise ValueError("the text holds a lone surrogate, which is not valid Unicode: replace it.") from None
 
 
 class Detokenizer:
@@ -160,9 +154,7 @@ class Detokenizer:
 class _Decoder:
     """What a tokenizer's decoder does to one token, and what it does to the start of the text."""
 
-    def __init__(
-        self, *, byte_level: bool, replacements: list[tuple[str, str]], byte_tokens: bool, drop: bool
-    ):
+    def __init__(self, *, byte_level: bool, replacements: list[tuple[str, str]], byte_tokens: bool, drop: bool):
         self._byte_of = _byte_alphabet() if byte_level else None
         self._replacements = replacements
         self._byte_tokens = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} if byte_tokens else {}
@@ -235,7 +227,7 @@ def _load_folder(path: Path) -> "PreTrainedTokenizerBase":
     transformers = import_transformers()
 
     # AutoTokenizer rebuilds the tokenizer by the class that tokenizer_config.json names, and may lose what
-    # tokenizer.json says (SmolLM2's class is GPT2Tokenizer, which knows no split into digits): take it as it is.
+    # tokenizer.json says (SmolLM2's names GPT2Tokenizer, which has no split into digits): take the file itself.
     name = "PreTrainedTokenizerFast" if (path / "tokenizer.json").exists() else "AutoTokenizer"
     try:
         return getattr(transformers, name).from_pretrained(path, local_files_only=True)
