@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 from jaxvllm.models.rope import RopeConfig
 
@@ -52,7 +52,7 @@ class ModelConfig:
             raise ValueError(f"dtype={self.dtype!r} is none of {', '.join(DTYPES)}: convert the checkpoint first.")
 
     @classmethod
-    def from_hf(cls, hf_config: Any, *, dtype: str, eos_token_ids: frozenset[int]) -> Self:
+    def from_hf(cls, hf_config: Any, *, dtype: str, eos_token_ids: frozenset[int]) -> "ModelConfig":
         """Reads a transformers 5 config, which stays unchanged. `dtype` is the checkpoint's.
 
         Raises ValueError, by name, on what the layers here do not do.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +36,7 @@ class RopeConfig:
             raise ValueError(f"rotary type {self.rope_type!r} needs {', '.join(missing)}: the checkpoint gives none.")
 
     @classmethod
-    def from_parameters(cls, parameters: Mapping[str, Any]) -> Self:
+    def from_parameters(cls, parameters: Mapping[str, Any]) -> "RopeConfig":
         """Reads transformers' `rope_parameters`. Raises ValueError, by name, on what is not supported."""
         if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
             factor = parameters["partial_rotary_factor"]

@@ -11,7 +11,14 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 
 # Before any module of the engine is imported. The metadata layer has no jaxtyping annotations and stays free of jax.
 install_import_hook(
-    ["jaxvllm.kernels", "jaxvllm.models", "jaxvllm.engine.batch", "jaxvllm.engine.model_runner"],
+    [
+        "jaxvllm.engine.batch",
+        "jaxvllm.engine.model_runner",
+        "jaxvllm.kernels",
+        "jaxvllm.models.layers",
+        "jaxvllm.models.rope",
+        "jaxvllm.models.sampler",
+    ],
     "beartype.beartype",
 )
 
