@@ -72,10 +72,7 @@ class _Replay:
         while self._to_add and self.trace["requests"][self._to_add[0]]["arrival"] <= number:
             self.scheduler.add(self.seqs[self._to_add.pop(0)])
         seqs, is_prefill = self.scheduler.schedule()
-        rows = [
-            [seq.seq_id, seq.num_cached_tokens, seq.num_scheduled_tokens, list(seq.block_table)]
-            for seq in seqs
-        ]
+        rows = [[seq.seq_id, seq.num_cached_tokens, seq.num_scheduled_tokens, list(seq.block_table)] for seq in seqs]
         tokens = self.trace["steps"][number]["tokens"]
         if len(tokens) == len(seqs):  # if not, the rows differ, and the caller says so
             self.scheduler.postprocess(seqs, tokens, is_prefill)
