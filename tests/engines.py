@@ -22,10 +22,10 @@ SMALL = {
 
 def make_llm(path, **options) -> LLM:
     """A small float32 engine that compiles only what it needs; `options` override."""
-    options = SMALL | options
-    if options["max_num_seqs"] != SMALL["max_num_seqs"]:
-        options.setdefault("seq_buckets", ())
-    return LLM(str(path), use_tqdm=False, **options)
+    for limit, buckets in (("max_num_seqs", "seq_buckets"), ("max_num_batched_tokens", "token_buckets")):
+        if limit in options:
+            options.setdefault(buckets, ())
+    return LLM(str(path), use_tqdm=False, **SMALL | options)
 
 
 def forget(llm: LLM):

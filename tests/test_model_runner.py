@@ -97,7 +97,6 @@ def test_tokens_do_not_depend_on_what_the_cache_held_before(tiny_llama_path, pro
                 tiny_llama_path,
                 max_num_batched_tokens=batched,
                 max_num_seqs=2,
-                token_buckets=(),
                 num_kvcache_blocks=32,
             )
             runner = llm.engine.model_runner
