@@ -4,7 +4,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -80,22 +80,22 @@ class ModelConfig:
         )
 
 
-def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
-    """Reads a Hugging Face folder's `config.json` (and the end ids of `generation_config.json`) without network.
+def read_hf_config(folder: Path, raw: Mapping[str, Any], stored_dtype: Callable[[], str]) -> ModelConfig:
+    """Reads a Hugging Face folder, `raw` being its config.json, without network.
 
-    `stored_dtype` is that of the weights, used where the config names none. Values the file leaves out get
-    transformers' own defaults. Raises ValueError naming the file and what is wrong with it.
+    Values the file leaves out get transformers' own defaults; `stored_dtype` is asked for that of the weights where
+    the file names none. End ids come from generation_config.json too. Raises ValueError naming the file and what is
+    wrong with it.
     """
     path = folder / "config.json"
-    raw = read_json(path)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method")
         raise ValueError(f"{path}: quantised weights ({method}) are not supported: use the unquantised checkpoint.")
     try:
         hf_config = import_transformers().AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-        dtype = raw.get("dtype") or raw.get("torch_dtype") or stored_dtype
+        dtype = raw.get("dtype") or raw.get("torch_dtype") or stored_dtype()
         ends = _end_ids(hf_config.eos_token_id)
         if (generation := folder / "generation_config.json").is_file():
             ends |= _end_ids(read_json(generation).get("eos_token_id"))

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxvllm.models import registry
 from jaxvllm.models.config import ModelConfig, read_hf_config, read_json
 
 _INDEX = "model.safetensors.index.json"
@@ -30,23 +31,29 @@ class _Entry:
 
 
 class HFFolder:
-    """The tensors and the config of a folder. Only headers are read until `read` is called.
+    """The tensors and the config of a folder. Files are opened when first asked for, tensors read one by one.
 
     Raises ValueError naming the file that is missing, truncated or broken.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self._entries: dict[str, _Entry] = {}
-        for file, names in _shards(path).items():
-            entries = _read_header(file)
-            if absent := sorted(names - entries.keys()):
-                raise ValueError(f"{file} lacks {absent[0]!r}, which {_INDEX} says it holds.")
-            self._entries |= entries
 
     @cached_property
     def config(self) -> ModelConfig:
-        return read_hf_config(self.path, self._stored_dtype())
+        raw = read_json(self.path / "config.json")
+        registry.resolve(raw.get("model_type", "missing"))  # before transformers meets what it may not know either
+        return read_hf_config(self.path, raw, self._stored_dtype)
+
+    @cached_property
+    def _entries(self) -> dict[str, _Entry]:
+        found: dict[str, _Entry] = {}
+        for file, names in _shards(self.path).items():
+            entries = _read_header(file)
+            if absent := sorted(names - entries.keys()):
+                raise ValueError(f"{file} lacks {absent[0]!r}, which {_INDEX} says it holds.")
+            found |= entries
+        return found
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
