@@ -263,21 +263,49 @@ class TestAbort:
         assert llm.abort(10**9) is None
 
     def test_interrupted_generate_leaves_nothing_behind(self, llm, monkeypatch):
-        calls = []
-
-        def interrupted(*args):
-            calls.append(args)
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-            return original(*args)
-
-        original = llm.engine.model_runner.run
-        monkeypatch.setattr(llm.engine.model_runner, "run", interrupted)
+        fail_at(monkeypatch, llm, step=3, error=KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[1, 2, 3], [9] * 11], greedy(9), use_tqdm=False)
-        monkeypatch.undo()
         assert llm.is_finished()
         assert_all_blocks_free(llm)
+
+
+def fail_at(monkeypatch, llm, *, step, error, lose_cache=False):
+    """Makes the step of that number fail, before or after the device has taken the cache along."""
+    runner, calls = llm.engine.model_runner, []
+    run = runner.run
+
+    def run_or_fail(*args):
+        calls.append(args)
+        if len(calls) != step:
+            return run(*args)
+        if lose_cache:
+            for pool in runner._kv_cache:
+                pool.delete()
+        raise error("planted")
+
+    monkeypatch.setattr(runner, "run", run_or_fail)
+
+
+@pytest.mark.parametrize("lose_cache", [False, True])
+@pytest.mark.parametrize("step", [1, 2, 3, 6])
+def test_requests_outlive_a_step_that_fails(llm, monkeypatch, step, lose_cache):
+    prompts = random_prompts([9, 1, 150 - 40], vocab_size=VOCAB, seed=11)
+    alone = [solo(llm, prompt, greedy(8)) for prompt in prompts]
+    forget(llm)
+    fail_at(monkeypatch, llm, step=step, error=RuntimeError, lose_cache=lose_cache)
+    ids = [llm.add_request(prompt, greedy(8)) for prompt in prompts]
+    outputs = {}
+    num_failures = 0
+    while not llm.is_finished():
+        try:
+            outputs |= {output.request_id: output.token_ids for output in llm.step()}
+        except RuntimeError:
+            num_failures += 1
+            llm.engine.scheduler.block_manager.check_integrity([])
+    assert num_failures == 1
+    assert [outputs[i] for i in ids] == alone
+    assert_all_blocks_free(llm)
 
 
 def test_after_warm_up_nothing_compiles(tiny_llama_path):

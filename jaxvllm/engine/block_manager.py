@@ -134,6 +134,13 @@ class BlockManager:
             self.blocks[block_id].update(chain_hash, seq.block(i))
             self.hash_to_block_id[chain_hash] = block_id
 
+    def forget_contents(self):
+        """Empties the prefix cache; no block may be in use. Cost: the whole pool."""
+        assert not self.used_block_ids, f"{len(self.used_block_ids)} blocks are in use"
+        self.hash_to_block_id.clear()
+        for block in self.blocks:
+            block.update(-1, [])
+
     def check_integrity(self, seqs: Iterable[Sequence]):
         """Asserts that the books balance, given every sequence that may hold blocks. Cost: the whole pool."""
         seqs = list(seqs)

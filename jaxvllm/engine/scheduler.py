@@ -112,6 +112,20 @@ class Scheduler:
         queue.remove(seq)
         self._finish(seq, "abort")
 
+    def restart(self, *, cache_lost: bool):
+        """After a step that failed: every sequence gives its blocks back and computes again, in the same order.
+
+        `cache_lost` says that the blocks' contents are gone too, so that no prefix may be found again.
+        """
+        seqs = [*self.running, *(seq for seq in self.waiting if seq.block_table)]
+        self.running.clear()
+        self.waiting = deque(seq for seq in self.waiting if not seq.block_table)
+        for seq in reversed(seqs):
+            seq.num_scheduled_tokens = 0
+            self.preempt(seq)
+        if cache_lost:
+            self.block_manager.forget_contents()
+
     def _schedule_prefill(self) -> list[Sequence]:
         """Admits in order while tokens and blocks last; only the first one may run a part of its tokens."""
         seqs: list[Sequence] = []
