@@ -1,5 +1,6 @@
 """`jaxvllm chat`: a conversation in the terminal."""
 
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -34,8 +35,8 @@ def chat(model: str, system: str | None, **options: Any):
                 return
             case "/reset":
                 session.reset()
-            case command if command.startswith("/"):
-                click.echo(f"{command.split()[0]} is no command: {_HELP}", err=True)
+            case command if re.fullmatch(r"/\w*", command):
+                click.echo(f"{command} is no command: {_HELP}", err=True)
             case _:
                 _answer(session, line)
 
@@ -78,7 +79,7 @@ class ChatSession:
                 yield delta
                 if interrupted:
                     break
-        deltas.close()  # pyright: ignore[reportAttributeAccessIssue]  # a generator: closing it aborts the request
+        deltas.close()  # pyright: ignore[reportAttributeAccessIssue]  # a generator: this aborts an unfinished request
         self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
 

@@ -1,12 +1,13 @@
 """Options that several commands share, and the engine and sampling parameters made of them."""
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from jaxvllm.config import AttentionBackend, Dtype
+from jaxvllm.config import AttentionBackend, Dtype, EngineConfig
 from jaxvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,20 +28,28 @@ class _Buckets(click.ParamType):
             self.fail(f"{value!r} is not a list of whole numbers such as 16,64,256.", param, ctx)
 
 
-_ENGINE_OPTIONS = [  # each is a field of EngineConfig; one that is not given keeps the field's own default
-    click.option("--dtype", type=click.Choice(get_args(Dtype)), help="Of weights, activations and cache."),
-    click.option("--max-model-len", type=int, help="Most tokens per sequence, prompt and completion."),
-    click.option("--max-num-seqs", type=int, help="Most sequences per step."),
-    click.option("--max-num-batched-tokens", type=int, help="Most tokens per step."),
-    click.option("--kvcache-block-size", type=int, help="Tokens per block of the KV cache."),
-    click.option("--num-kvcache-blocks", type=int, help="Blocks in the KV cache; -1 sizes it from memory."),
-    click.option("--gpu-memory-utilization", type=float, help="Share of a TPU's or GPU's memory to use."),
-    click.option("--tensor-parallel-size", type=int, help="Chips that share the model."),
-    click.option("--attention-backend", type=click.Choice(get_args(AttentionBackend)), help="Body of the kernels."),
-    click.option("--token-buckets", type=_Buckets(), help="Padded token counts of prefill."),
-    click.option("--seq-buckets", type=_Buckets(), help="Padded sequence counts of decode."),
-    click.option("--block-buckets", type=_Buckets(), help="Padded blocks per sequence."),
-    click.option("--seed", type=int, help="Of the requests that give none."),
+_ENGINE_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+
+
+def _engine_option(name: str, kind: click.ParamType | type, text: str) -> Callable:
+    """An option for a field of `EngineConfig`, with the field's default."""
+    return click.option(name, type=kind, help=text, default=_ENGINE_DEFAULTS[name[2:].replace("-", "_")])
+
+
+_ENGINE_OPTIONS = [
+    _engine_option("--dtype", click.Choice(get_args(Dtype)), "Of weights, activations and cache."),
+    _engine_option("--max-model-len", int, "Most tokens per sequence, prompt and completion."),
+    _engine_option("--max-num-seqs", int, "Most sequences per step."),
+    _engine_option("--max-num-batched-tokens", int, "Most tokens per step."),
+    _engine_option("--kvcache-block-size", int, "Tokens per block of the KV cache."),
+    _engine_option("--num-kvcache-blocks", int, "Blocks in the KV cache; -1 sizes it from memory."),
+    _engine_option("--gpu-memory-utilization", float, "Share of a TPU's or GPU's memory to use."),
+    _engine_option("--tensor-parallel-size", int, "Chips that share the model."),
+    _engine_option("--attention-backend", click.Choice(get_args(AttentionBackend)), "Body of the kernels."),
+    _engine_option("--token-buckets", _Buckets(), "Padded token counts of prefill; none: automatic."),
+    _engine_option("--seq-buckets", _Buckets(), "Padded sequence counts of decode; none: automatic."),
+    _engine_option("--block-buckets", _Buckets(), "Padded blocks per sequence; none: automatic."),
+    _engine_option("--seed", int, "Of the requests that give none."),
     click.option(
         "--enforce-eager/--warm-up",
         default=True,
@@ -78,9 +87,9 @@ def engine_and_sampling_options(max_tokens: int) -> Callable[[Callable], Callabl
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
-    """Returns the engine's options that were given, and the sampling parameters; `ValueError` on a wrong value."""
+    """Returns the engine's options and the sampling parameters; `ValueError` on a wrong value."""
     sampling = SamplingParams(**{name: options[name] for name in _SAMPLING_NAMES})
-    engine = {name: value for name, value in options.items() if name not in _SAMPLING_NAMES and value is not None}
+    engine = {name: value for name, value in options.items() if name not in _SAMPLING_NAMES}
     return engine, sampling
 
 
