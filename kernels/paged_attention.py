@@ -17,6 +17,7 @@ Backend = Literal["xla", "tpu", "gpu"]
 
 _BODIES: dict[str, str] = {
     "xla": "jaxvllm.kernels.paged_attention_xla",
+    "tpu": "jaxvllm.kernels.paged_attention_tpu",
 }
 _BACKEND_OF_PLATFORM: dict[str, Backend] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
 _POOL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

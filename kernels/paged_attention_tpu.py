@@ -1,0 +1,94 @@
+"""Paged attention on the TPU: fits a batch to the kernels, and chooses one of them from static facts.
+
+`tpu_decode` serves steps of one new token per sequence, `tpu_ragged` everything else (prefill, chunks over a
+cached prefix, mixtures), `tpu_cache_write` puts new keys and values into their blocks. The kernels know nothing
+of the devices there are: `chip` is the kind to choose tiles for, None is tiles that fit every kind.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxvllm.kernels import tpu_tiles
+from jaxvllm.kernels.tpu_cache_write import write
+from jaxvllm.kernels.tpu_decode import attend_decode
+from jaxvllm.kernels.tpu_ragged import attend_ragged
+
+__all__ = ["attend", "write"]
+
+
+def attend(
+    q: Float[Array, "T N H"],
+    pool: Float[Array, "B K P two_Hp"],
+    block_tables: Int32[Array, "S M"],
+    context_lens: Int32[Array, " S"],
+    cu_seqlens_q: Int32[Array, " S+1"],
+    num_seqs: Int32[Array, " 1"],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    decode_only: bool = False,
+    chip: str | None = None,
+) -> Float[Array, "T N H"]:
+    """See `paged_attention.attend`. Raises ValueError for what the kernels are not made for.
+
+    Query heads are padded to a power of two per KV head, and their size to 128 lanes; `scale` stays the true one's.
+    """
+    T, N, H = q.shape
+    _, K, P, two_hp = pool.shape
+    S, M = block_tables.shape
+    tpu_tiles.check_supported(N, K, H, P, pool.dtype)
+    group = tpu_tiles.padded_group(N // K, K)
+    lanes = max(two_hp // 2, tpu_tiles.LANES)
+    shape = tpu_tiles.Shape(
+        num_tokens=T,
+        num_seqs=S,
+        num_kv_heads=K,
+        group=group,
+        lanes=lanes,
+        row_width=two_hp,
+        block_size=P,
+        blocks_per_seq=M,
+        itemsize=pool.dtype.itemsize,
+    )
+    padded = q.reshape(T, K, N // K, H).astype(pool.dtype)
+    padded = jnp.pad(padded, ((0, 0), (0, 0), (0, group - N // K), (0, lanes - H)))
+    padded = padded.reshape(T, K * group, lanes)
+    live_lens = jnp.where(jnp.arange(S) < num_seqs, context_lens, 0)
+    options = {"scale": scale, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+    if decode_only:
+        out = _decode(padded, pool, block_tables, live_lens, tpu_tiles.decode_tiles(shape, chip), options)
+    else:
+        tiles = tpu_tiles.ragged_tiles(shape, chip)
+        out = _ragged(padded, pool, block_tables, live_lens, cu_seqlens_q, num_seqs, tiles, options)
+    out = out.reshape(T, K, group, lanes)[:, :, : N // K]
+    low = two_hp // 2 if two_hp == lanes else 0  # key and value share the lanes: the value's half is the answer
+    return out[..., low : low + H].reshape(T, N, H).astype(q.dtype)
+
+
+def _decode(q, pool, block_tables, lens, tiles, options):
+    """Whole groups of sequences, as many in a call as SMEM holds the tables of and VMEM the queries."""
+    S = lens.shape[0]
+    padding = tpu_tiles.round_to(S, tiles.seqs) - S
+    q = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
+    block_tables, lens = jnp.pad(block_tables, ((0, padding), (0, 0))), jnp.pad(lens, (0, padding))
+    parts = [
+        slice(begin, min(begin + tiles.seqs_per_call, S + padding))
+        for begin in range(0, S + padding, tiles.seqs_per_call)
+    ]
+    out = [attend_decode(q[at], pool, block_tables[at], lens[at], tiles=tiles, **options) for at in parts]
+    return (out[0] if len(out) == 1 else jnp.concatenate(out))[:S]
+
+
+def _ragged(q, pool, block_tables, lens, cu_seqlens_q, num_seqs, tiles, options):
+    """As many sequences in a call as SMEM holds the tables of; every call adds its rows to the same output."""
+    out = jnp.zeros_like(q)
+    S = lens.shape[0]
+    for begin in range(0, S, tiles.seqs_per_call):
+        end = min(begin + tiles.seqs_per_call, S)
+        count = jnp.clip(num_seqs - begin, 0, end - begin)
+        cu = cu_seqlens_q[begin : end + 1]
+        out = attend_ragged(
+            q, pool, out, block_tables[begin:end], lens[begin:end], cu, count, tiles=tiles, **options
+        )
+    return out

@@ -1,0 +1,223 @@
+"""How big the tiles of the TPU kernels are, and what is refused: rules from shapes, a table by chip.
+
+What bounds them. VMEM: two chunks of blocks (one computes, one arrives), the tiles of q and o, and the float32
+accumulators; `vmem_bytes` adds them up, and the sum stays under 48 MiB, which leaves a quarter of the smallest
+VMEM (64 MiB: v5p, tpu7x) to XLA. SMEM (1 MiB): the block tables, at most half of it; a batch with more is split.
+
+What chose them: `jaxvllm bench kernel` on the nano workload (docs/kernels_tpu.md has the table). In decode, sub-chunks
+of 256 tokens: at 128 the latency of the matrix unit shows, at 512 the last sub-chunk of a sequence of some
+hundred tokens is mostly padding. In prefill, sub-chunks of 512 tokens and 512 rows per KV head: a key is read
+again by every tile of queries, and below 512 rows v6e's copies would take more than half of the products' time.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+LANES = 128
+MAX_HEAD_DIM = 256
+MAX_QUERIES_PER_KV_HEAD = 16
+MIN_BLOCK_SIZE = 16
+MAX_BLOCK_SIZE = 256
+
+_SMEM_TABLE_ENTRIES = 1 << 17  # int32s: half of the SMEM
+_VMEM_BUDGET_BYTES = 48 << 20
+_VMEM_SPILL_BYTES = 8 << 20  # room for what the compiler keeps of its own
+_KV_BUFFER_BYTES = 8 << 20  # of one chunk
+_Q_BYTES = 4 << 20  # of a decode's queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChipRule:
+    """What the chip decides; everything else follows from shapes."""
+
+    decode_units: int = 8  # sequences times KV heads in a decode step
+    prefill_piece: int = 256  # rows of queries that one matrix product takes
+    cores: int = 1  # TensorCores behind one device; each takes its own KV heads
+
+
+# v5p: two cores look like one device. The others' best tiles are the same within 5%.
+CHIPS = {"v5e": ChipRule(), "v5p": ChipRule(cores=2), "v6e": ChipRule(), "tpu7x": ChipRule()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a call is specialised for. `group` is the padded G, `lanes` the width of a padded query head."""
+
+    num_tokens: int  # T
+    num_seqs: int  # S
+    num_kv_heads: int  # K
+    group: int
+    lanes: int
+    row_width: int  # 2Hp
+    block_size: int  # P
+    blocks_per_seq: int  # M
+    itemsize: int  # of the pool
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def sublanes(self) -> int:
+        """Rows in a tile of the pool's dtype."""
+        return 32 // self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeTiles:
+    """W = seqs sequences of up to C = chunk tokens in a step, sub_chunk tokens in a matrix product."""
+
+    seqs: int
+    chunk: int
+    sub_chunk: int
+    grain: int  # tokens in the smallest copy
+    head_groups: int
+    seqs_per_call: int
+    vmem_limit_bytes: int
+
+    def row_group(self, group: int, num_heads: int, dtype) -> int:
+        """Query rows that share a matrix product: a whole tile of sublanes, or the heads of one KV head."""
+        return max(group, min(self.seqs * num_heads, 32 // jnp.dtype(dtype).itemsize))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedTiles:
+    """Tiles of `queries` new tokens, or of `few` where no more are left, against chunks of `chunk` tokens."""
+
+    queries: int
+    few: int
+    piece: int
+    chunk: int
+    grain: int
+    head_groups: int
+    seqs_per_call: int
+    vmem_limit_bytes: int
+
+
+def padded_group(group: int, num_kv_heads: int) -> int:
+    """Query heads per KV head with padding: a power of two, and a multiple of 8 heads in all."""
+    padded = 1 << (group - 1).bit_length()
+    while num_kv_heads * padded % 8:
+        padded *= 2
+    return padded
+
+
+def check_supported(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype):
+    """Raises ValueError for what the kernels are not made for."""
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim={head_dim} is above {MAX_HEAD_DIM}, the TPU kernel's limit: use backend 'xla'.")
+    if num_heads // num_kv_heads > MAX_QUERIES_PER_KV_HEAD:
+        raise ValueError(
+            f"{num_heads // num_kv_heads} query heads per KV head are more than the TPU kernel's "
+            f"{MAX_QUERIES_PER_KV_HEAD}: use backend 'xla'."
+        )
+    if block_size & (block_size - 1) or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
+        raise ValueError(
+            f"block_size={block_size} is not a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, "
+            "which the TPU's copies need: set kvcache_block_size to one."
+        )
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"the TPU kernel has no cache of {dtype}: use bfloat16 or float32.")
+
+
+def decode_tiles(shape: Shape, chip: str | None = None) -> DecodeTiles:
+    """Returns the tiles of a decode step; `chip` None is any."""
+    rule = _rule(chip)
+    cores = _head_groups(shape, rule)
+    kv_heads, heads = shape.num_kv_heads // cores, shape.num_heads // cores
+    fill = -(-shape.sublanes // heads)  # sequences that fill a matrix's rows
+    seqs = max(fill, min(rule.decode_units // kv_heads, 1 << (shape.num_seqs - 1).bit_length()), 1)
+    row_bytes = kv_heads * shape.row_width * shape.itemsize
+    longest = _power_above(shape.blocks_per_seq * shape.block_size)
+    chunk = min(1024, longest, _power_below(_KV_BUFFER_BYTES // (seqs * row_bytes)))
+    sub_chunk = max(shape.block_size, min(256, chunk))
+    chunk = max(chunk, sub_chunk)
+    seq_bytes = shape.num_heads * shape.lanes * shape.itemsize
+    per_call = min(_SMEM_TABLE_ENTRIES // shape.blocks_per_seq, _Q_BYTES // seq_bytes) // seqs * seqs
+    if per_call == 0:
+        raise ValueError(_table_too_long(shape))
+    kv_bytes = 2 * seqs * chunk * row_bytes
+    q_bytes = 4 * min(per_call, round_to(shape.num_seqs, seqs)) * seq_bytes  # q and o, two windows each
+    rows_bytes = seqs * heads * (shape.lanes * (shape.itemsize + 4) + 2 * LANES * 4)
+    return DecodeTiles(
+        seqs=seqs,
+        chunk=chunk,
+        sub_chunk=sub_chunk,
+        grain=min(shape.block_size, 16),
+        head_groups=cores,
+        seqs_per_call=per_call,
+        vmem_limit_bytes=_vmem_limit(kv_bytes + q_bytes + rows_bytes),
+    )
+
+
+def ragged_tiles(shape: Shape, chip: str | None = None) -> RaggedTiles:
+    """Returns the tiles of a step with several new tokens in a sequence; `chip` None is any."""
+    rule = _rule(chip)
+    cores = _head_groups(shape, rule)
+    kv_heads, heads = shape.num_kv_heads // cores, shape.num_heads // cores
+    wide = max(1, shape.lanes // LANES)
+    few = shape.sublanes
+    # 512 rows per KV head, 4,096 in all: the accumulators of a tile take 6 MiB
+    queries = min(512 // shape.group, 4096 // (heads * wide), _power_above(shape.num_tokens))
+    queries = max(few, _power_below(queries))
+    row_bytes = kv_heads * shape.row_width * shape.itemsize
+    longest = _power_above(shape.blocks_per_seq * shape.block_size)
+    chunk = max(shape.block_size, LANES, min(512, longest, _power_below(_KV_BUFFER_BYTES // row_bytes)))
+    per_call = _SMEM_TABLE_ENTRIES // shape.blocks_per_seq
+    if per_call == 0:
+        raise ValueError(_table_too_long(shape))
+    rows = queries * heads
+    row_state = shape.lanes * (5 * shape.itemsize + 4) + 2 * LANES * 4
+    return RaggedTiles(
+        queries=queries,
+        few=few,
+        piece=rule.prefill_piece,
+        chunk=chunk,
+        grain=min(shape.block_size, 16),
+        head_groups=cores,
+        seqs_per_call=per_call,
+        vmem_limit_bytes=_vmem_limit(2 * chunk * row_bytes + rows * row_state),
+    )
+
+
+def round_to(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def _rule(chip: str | None) -> ChipRule:
+    if chip is None:
+        return ChipRule()
+    if chip not in CHIPS:
+        raise ValueError(f"chip={chip!r} has no tiles: use one of {', '.join(CHIPS)}, or none.")
+    return CHIPS[chip]
+
+
+def _head_groups(shape: Shape, rule: ChipRule) -> int:
+    """KV heads are shared out to the cores where each gets whole tiles of query heads."""
+    cores = rule.cores
+    whole = shape.num_kv_heads % cores == 0 and shape.num_heads // cores % shape.sublanes == 0
+    return cores if whole else 1
+
+
+def _vmem_limit(needed: int) -> int:
+    if needed > _VMEM_BUDGET_BYTES:
+        raise ValueError(
+            f"the tiles take {needed >> 20} MiB of VMEM, above {_VMEM_BUDGET_BYTES >> 20}: lower kvcache_block_size."
+        )
+    return needed + _VMEM_SPILL_BYTES
+
+
+def _table_too_long(shape: Shape) -> str:
+    return (
+        f"a block table of {shape.blocks_per_seq} entries is above the {_SMEM_TABLE_ENTRIES} that SMEM holds: "
+        "raise kvcache_block_size."
+    )
+
+
+def _power_above(x: int) -> int:
+    return 1 << max(x - 1, 0).bit_length()
+
+
+def _power_below(x: int) -> int:
+    return 1 << max(x, 1).bit_length() - 1
