@@ -19,9 +19,9 @@ write = kv_cache.write
 
 _MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: (-inf) - (-inf) would be NaN
 _NO_MAXIMUM = 0.5 * _MASKED  # a masked score is far below it, so its weight is 0 even where nothing is visible
-_CHUNK_BYTES = 4 << 20  # of keys and values in a step of a decode: they stay in cache until the products read them
-_DECODE_CHUNK_TOKENS = (64, 256)  # least and most: short wastes steps, long wastes the end of the last chunk
-_QUERY_TILE = 64  # new tokens that share the keys they read
+_CHUNK_BYTES = 2 << 20  # of keys and values in a step of a decode: in cache until the products have read them
+_DECODE_CHUNK_TOKENS = (128, 256)  # least and most: short chunks are many steps, long ones waste the last one's end
+_QUERY_TILE = 64  # new tokens that share the keys they read: 128 gain a tenth on one long prompt, short ones lose
 _CHUNK_TOKENS = 128  # keys in a step of a query tile
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from jaxvllm.models.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -41,7 +43,14 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
 
     def __post_init__(self):
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a positive number.")
         if self.num_heads % self.num_kv_heads:
@@ -100,7 +109,7 @@ def read_hf_config(folder: Path, raw: Mapping[str, Any], stored_dtype: Callable[
         if (generation := folder / "generation_config.json").is_file():
             ends |= _end_ids(read_json(generation).get("eos_token_id"))
         return ModelConfig.from_hf(hf_config, dtype=str(dtype).removeprefix("torch."), eos_token_ids=ends)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -150,7 +159,9 @@ def _rope_parameters(hf_config: Any) -> Mapping[str, Any]:
     if not per_layer_type:
         return parameters
     if any(value != per_layer_type[0] for value in per_layer_type):
-        raise ValueError(f"rope_parameters={parameters} differ between layers, which {hf_config.model_type} here has not.")
+        raise ValueError(
+            f"rope_parameters={parameters} differ between layers, which {hf_config.model_type} here has not."
+        )
     return per_layer_type[0]
 
 

@@ -84,7 +84,9 @@ class GGUFFile:
             try:
                 values = gguf.dequantize(raw.reshape(*entry.shape[:-1], -1), entry.kind)
             except NotImplementedError as error:
-                raise ValueError(f"{self.path}: {name!r} is {entry.kind.name}, which gguf cannot dequantise.") from error
+                raise ValueError(
+                    f"{self.path}: {name!r} is {entry.kind.name}, which gguf cannot dequantise."
+                ) from error
         values = values.reshape(entry.shape)
         if self._arch in _PERMUTED and (num_heads := self._permuted_heads(name)):
             values = unpermute(values, num_heads)
@@ -110,7 +112,9 @@ class GGUFFile:
     def _read_config(self) -> ModelConfig:
         if self._arch not in _MODEL_TYPES:
             supported = ", ".join(_MODEL_TYPES)
-            raise ValueError(f"general.architecture={self._arch!r} is not supported: the supported ones are {supported}.")
+            raise ValueError(
+                f"general.architecture={self._arch!r} is not supported: the supported ones are {supported}."
+            )
         if self._optional("expert_count", 0):
             raise ValueError("a mixture of experts is not supported in GGUF files.")
         num_heads, hidden_size = self._value("attention.head_count"), self._value("embedding_length")

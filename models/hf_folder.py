@@ -112,7 +112,9 @@ def _read_header(file: Path) -> dict[str, _Entry]:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         start = _LENGTH_BYTES + length
         if start > size:
-            raise ValueError(f"{file} is truncated or no safetensors file: {size} bytes, but its header ends at {start}.")
+            raise ValueError(
+                f"{file} is truncated or no safetensors file: {size} bytes, but its header ends at {start}."
+            )
         try:
             header: dict[str, Any] = json.loads(stream.read(length))
             header.pop("__metadata__", None)

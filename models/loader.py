@@ -4,17 +4,19 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxvllm.models import registry
-from jaxvllm.models.config import DTYPES, ModelConfig
+from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.gguf import GGUFFile
 from jaxvllm.models.hf_folder import HFFolder
 from jaxvllm.models.layers import Decoder
+
+# Where weights come from: `config`, `shapes` of the stored tensors, `stored_name(hf_name)`, and `read(stored name)`,
+# which gives a host array of its own, [out, in] as Hugging Face has it, of any float dtype.
+Checkpoint = HFFolder | GGUFFile
 
 # Asked with a weight's path ("layers.0.attention.q.weight") and shape; None is JAX's default device.
 ShardingRule = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
@@ -26,26 +28,6 @@ _NOT_HUB_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
 _NAMES_SHOWN = 5
 
 
-class Checkpoint(Protocol):
-    """Where weights come from. Raises ValueError, naming the file, on what is broken in it."""
-
-    path: Path
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every stored tensor, under its stored name."""
-        ...
-
-    def stored_name(self, hf_name: str) -> str: ...
-
-    def read(self, name: str) -> np.ndarray:
-        """Reads one tensor into host memory of its own, [out, in] as Hugging Face has it, any float dtype."""
-        ...
-
-
 def resolve_path(name: str) -> Path:
     """Returns the folder or file of a model: an existing one as it is, else the hub's, downloaded if need be.
 
@@ -53,7 +35,7 @@ def resolve_path(name: str) -> Path:
     does not exist and OSError, saying what to do, when the hub does not deliver.
     """
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():  # Path("") is the current folder
         return path
     looks_like_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or "\\" in name
     if looks_like_path or not _HUB_NAME.fullmatch(name):
@@ -61,14 +43,12 @@ def resolve_path(name: str) -> Path:
     import huggingface_hub  # only here: a local model needs none of it
 
     try:
-        folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES
-        )
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES)
     except (OSError, ValueError) as error:
         raise OSError(
             f"{name!r} is no folder or file here, and the Hugging Face hub did not deliver it "
-            f"({type(error).__name__}: {_first_line(error)}). Check the name and the network, log in with `hf auth login` "
-            "if the model is gated, or give the path of a downloaded folder."
+            f"({type(error).__name__}: {_first_line(error)}). Check the name and the network, log in with "
+            "`hf auth login` if the model is gated, or give the path of a downloaded folder."
         ) from error
     return Path(folder)
 
@@ -87,9 +67,7 @@ def read_config(path: Path) -> ModelConfig:
     return open_checkpoint(path).config
 
 
-def load_model(
-    path: Path, dtype: str = "auto", sharding: ShardingRule | None = None
-) -> tuple[ModelConfig, Decoder]:
+def load_model(path: Path, dtype: str = "auto", sharding: ShardingRule | None = None) -> tuple[ModelConfig, Decoder]:
     """Loads a checkpoint, one tensor at a time, each straight to where `sharding` says, in `dtype` (auto: its own).
 
     Returns the config, its `dtype` now the one loaded, and the module. On the host, beside the weights themselves
@@ -101,14 +79,14 @@ def load_model(
         config = dataclasses.replace(config, dtype=dtype)
     architecture = registry.resolve(config.model_type)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: architecture.make(config)))
-    weights = {".".join(map(str, path)): param for path, param in nnx.to_flat_state(state)}
-    names = {path: checkpoint.stored_name(name) for path, name in hf_names(weights, architecture.weights).items()}
-    _check_tensors(checkpoint, {names[path]: param.shape for path, param in weights.items()}, config)
+    weights = {".".join(map(str, keys)): (keys, param) for keys, param in nnx.to_flat_state(state)}
+    names = {ours: checkpoint.stored_name(name) for ours, name in hf_names(weights, architecture.weights).items()}
+    _check_tensors(checkpoint, {names[ours]: param.shape for ours, (_, param) in weights.items()}, config)
 
     loaded = []
-    for (keys, param), path in zip(nnx.to_flat_state(state), weights, strict=True):
-        host = checkpoint.read(names[path]).astype(param.dtype, copy=False)
-        place = sharding(path, host.shape) if sharding else None
+    for ours, (keys, param) in weights.items():
+        host = checkpoint.read(names[ours]).astype(param.dtype, copy=False)
+        place = sharding(ours, host.shape) if sharding else None
         loaded.append((keys, param.replace(jax.device_put(host, place))))
     return config, nnx.merge(graphdef, nnx.from_flat_state(loaded))
 

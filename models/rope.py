@@ -31,8 +31,7 @@ class RopeConfig:
             raise ValueError(
                 f"rotary type {self.rope_type!r} is not supported: the supported ones are {', '.join(_REQUIRED)}."
             )
-        missing = [name for name in ("theta", *_REQUIRED[self.rope_type]) if getattr(self, name) is None]
-        if missing:
+        if missing := [name for name in _REQUIRED[self.rope_type] if getattr(self, name) is None]:
             raise ValueError(f"rotary type {self.rope_type!r} needs {', '.join(missing)}: the checkpoint gives none.")
 
     @classmethod
@@ -41,13 +40,14 @@ class RopeConfig:
         if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
             factor = parameters["partial_rotary_factor"]
             raise ValueError(f"partial_rotary_factor={factor} is not supported: every model here turns whole heads.")
+        if parameters.get("rope_theta") is None:
+            raise ValueError("rope_theta is missing: the checkpoint gives none.")
         rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-        names = _REQUIRED.get(rope_type, ())
-        return cls(
-            rope_type=rope_type,
-            theta=parameters.get("rope_theta"),  # pyright: ignore[reportArgumentType]  # None is refused there
-            **{name: parameters.get(name) for name in names},
-        )
+        values: dict[str, Any] = {name: parameters.get(name) for name in _REQUIRED.get(rope_type, ())}
+        for name, value in values.items():
+            if name.endswith("factor") and value is not None:
+                values[name] = float(value)
+        return cls(rope_type=rope_type, theta=float(parameters["rope_theta"]), **values)
 
 
 _REQUIRED: dict[str, tuple[str, ...]] = {  # rotary type: what it needs beside theta
@@ -73,18 +73,19 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, 
     if rope.rope_type == "divisors":
         divisors = np.asarray(rope.divisors, np.float32)
         if divisors.shape != frequencies.shape:
-            raise ValueError(f"{divisors.size} rotary divisors do not fit head_dim={head_dim}: it needs {head_dim // 2}.")
+            raise ValueError(
+                f"{divisors.size} rotary divisors do not fit head_dim={head_dim}: it needs {head_dim // 2}."
+            )
         return frequencies / divisors
     return frequencies
 
 
 def _llama3(frequencies: Float32[np.ndarray, " half_H"], rope: RopeConfig) -> Float32[np.ndarray, " half_H"]:
     """Slows the frequencies whose wave is long against the original context, blending between two bounds."""
-    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_position_embeddings
-    turns = rope.original_max_position_embeddings * frequencies / np.float32(2 * math.pi)  # in the original context
-    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    share = np.clip(share, 0, 1)  # 0: slowed by the factor, 1: as it was
-    return ((1 - share) * frequencies / rope.factor + share * frequencies).astype(np.float32)
+    factor, low, high, original = (getattr(rope, name) for name in _REQUIRED["llama3"])
+    turns = original * frequencies / np.float32(2 * math.pi)  # within the original context
+    share = np.clip((turns - low) / (high - low), 0, 1)  # 0: slowed by the factor, 1: as it was
+    return ((1 - share) * frequencies / factor + share * frequencies).astype(np.float32)
 
 
 def rotary_angles(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from engines import SMALL
 
 from jaxvllm.cli import main
 from jaxvllm.outputs import RequestOutput
@@ -240,8 +241,17 @@ def test_demo_has_as_many_programs_as_it_needs(fake):
     assert len(make_buckets(EngineConfig(model="demo", **options))) == 2
 
 
-TINY = ["--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--num-kvcache-blocks", "16"]
-TINY += ["--token-buckets", "64", "--seq-buckets", "2", "--temperature", "0", "--ignore-eos", "--max-tokens", "6"]
+def as_flags(options):
+    """The command line of engine options."""
+    flags = ["--enforce-eager"]
+    for name, value in options.items():
+        if name != "enforce_eager":
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            flags += ["--" + name.replace("_", "-"), text]
+    return flags
+
+
+TINY = [*as_flags(SMALL), "--temperature", "0", "--ignore-eos", "--max-tokens", "6"]
 
 
 def test_generate_runs_a_real_engine(tiny_llama_path):

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 )
 _MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("in", "g"), ("a", "n"), ("an", "d")]
 
-_LLAMA_CONFIG: dict[str, Any] = {
+LLAMA_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 512,
@@ -49,7 +49,7 @@ _LLAMA_CONFIG: dict[str, Any] = {
     "eos_token_id": 258,
     "torch_dtype": "float32",
 }
-_QWEN3_CONFIG: dict[str, Any] = {
+QWEN3_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 512,
@@ -73,12 +73,12 @@ _QWEN3_CONFIG: dict[str, Any] = {
 
 def tiny_llama(path: Path, *, seed: int = 0, tokenizer: bool = True, **overrides: Any) -> Path:
     """Writes a Llama: grouped queries, llama3 rotary scaling, an untied head, 512 ids; 700 kB."""
-    return _write(path, _changed(_LLAMA_CONFIG, overrides), seed, tokenizer)
+    return _write(path, _changed(LLAMA_CONFIG, overrides), seed, tokenizer)
 
 
 def tiny_qwen3(path: Path, *, seed: int = 0, tokenizer: bool = True, **overrides: Any) -> Path:
     """Writes a Qwen3: one KV head, norms on q and k, a tied head, 512 ids; 500 kB."""
-    return _write(path, _changed(_QWEN3_CONFIG, overrides), seed, tokenizer)
+    return _write(path, _changed(QWEN3_CONFIG, overrides), seed, tokenizer)
 
 
 def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:

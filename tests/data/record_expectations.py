@@ -46,7 +46,12 @@ TINY_CASES = {  # name: (builder, changes to its config.json, new tokens)
     "qwen3": (tiny_qwen3, {}, 64),
     "qwen3_window": (
         tiny_qwen3,
-        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "tie_word_embeddings": False},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 1,
+            "tie_word_embeddings": False,
+        },
         24,
     ),
 }
@@ -82,7 +87,7 @@ TEXTS = [
     SYSTEM + SYSTEM + "What is a volcano?",
     SYSTEM + SYSTEM + SYSTEM + "What is a glacier, and how old can its ice be?",
     "Der Zug nach München fährt um 7:45 Uhr ab, weil",
-    "A list of European capitals:\n- Paris\n- Rome\n- Madrid\n-",
+    "Paris lies on the Seine, London on the Thames, and Vienna",
     "To bake bread you need flour, water, salt and yeast. First,",
 ]
 RANDOM_LENGTHS = (5, 16, 17, 64, 111, 200)  # prompts of random ids, for SmolLM2
@@ -103,7 +108,10 @@ def record_rope() -> list[dict]:
     cases = []
     for parameters in ROPE_CASES:
         config = transformers.LlamaConfig(
-            hidden_size=256, num_attention_heads=4, max_position_embeddings=16384, rope_parameters=dict(parameters)
+            hidden_size=256,
+            num_attention_heads=4,
+            max_position_embeddings=16384,
+            rope_parameters=dict(parameters),
         )
         if parameters["rope_type"] == "default":
             init = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters
@@ -181,7 +189,7 @@ def smollm2_tokenizer(path: Path) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     control = int(gguf.TokenType.CONTROL)
-    tokenizer.add_special_tokens([piece for piece, kind in zip(pieces, kinds) if kind == control])
+    tokenizer.add_special_tokens([piece for piece, kind in zip(pieces, kinds, strict=True) if kind == control])
     return tokenizer
 
 
