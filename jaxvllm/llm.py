@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.llm_engine import EngineStats, LLMEngine, StepResult
 from jaxvllm.engine.sequence import Sequence as EngineSequence
-from jaxvllm.models.loader import resolve_path
+from jaxvllm.models.loader import open_checkpoint, resolve_path
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import Detokenizer, load_tokenizer
@@ -27,9 +27,9 @@ class LLM:
 
     def __init__(self, model: str, *, use_tqdm: bool = True, **options: Any):
         config = EngineConfig.from_options(str(model), options)
-        path = resolve_path(config.model)
-        self.tokenizer = load_tokenizer(path)
-        self.engine = LLMEngine(config, path, self.tokenizer.eos_token_ids, use_tqdm=use_tqdm)
+        checkpoint = open_checkpoint(resolve_path(config.model))
+        self.tokenizer = load_tokenizer(checkpoint)
+        self.engine = LLMEngine(config, checkpoint, self.tokenizer.eos_token_ids, use_tqdm=use_tqdm)
         self._undelivered: list[RequestOutput] = []  # requests of add_request that ended inside a generate call
 
     @property

@@ -274,3 +274,20 @@ def test_demo_names_the_three_colours():
     answer = result.stdout.lower()
     assert result.exit_code == 0
     assert all(colour in answer for colour in ("red", "blue", "yellow"))
+
+
+def test_preset_gives_defaults_that_options_beside_it_override(fake, tmp_path):
+    preset = tmp_path / "mine.toml"
+    preset.write_text('dtype = "float32"\nmax_num_seqs = 4\ntoken_buckets = [64, 8192]\nenforce_eager = false\n')
+    result = run("generate", "m", "hi", "--max-num-seqs", "8", "--config", str(preset))
+    assert result.exit_code == 0
+    options = fake[0].options
+    assert (options["dtype"], options["max_num_seqs"], options["enforce_eager"]) == ("float32", 8, False)
+    assert options["token_buckets"] == (64, 8192)
+
+
+def test_misspelt_name_in_a_preset_is_one_line(tmp_path):
+    (tmp_path / "mine.toml").write_text("max_num_seq = 4\n")
+    result = run("generate", "m", "hi", "--config", str(tmp_path / "mine.toml"))
+    assert result.exit_code == 1
+    assert "did you mean 'max_num_seqs'" in result.stderr
