@@ -38,7 +38,7 @@ def attend(
     _, K, P, two_hp = pool.shape
     S, M = block_tables.shape
     tpu_tiles.check_supported(N, K, H, P, pool.dtype)
-    group = tpu_tiles.padded_group(N // K, K)
+    group = tpu_tiles.padded_group(N // K, K, pool.dtype)
     lanes = max(two_hp // 2, tpu_tiles.LANES)
     shape = tpu_tiles.Shape(
         num_tokens=T,

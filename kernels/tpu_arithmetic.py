@@ -11,6 +11,8 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128
 SUBLANES = 8
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: (-inf) - (-inf) would be NaN
+# it moved in jax 0.12
+_approximate_reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal
 _LOG2_E = 1.4426950408889634
 
 
@@ -122,7 +124,7 @@ def clear_rows(x: jax.Array, live) -> jax.Array:
 
 def reciprocal(x: jax.Array) -> jax.Array:
     """1/x by Newton from the approximate one: a division costs twenty instructions on v5e, this six."""
-    r = pl.reciprocal(x, approx=True)
+    r = _approximate_reciprocal(x, approx=True)
     for _ in range(2):
         r = r * (2 - x * r)
     return r

@@ -6,7 +6,7 @@ softmax of the tile. A tile has `queries` new tokens, or, where no more than `fe
 prefills, a handful of drafted tokens), only `few`: the two heights are two bodies of the same code.
 
 Queries come token by token, all heads together, and a matrix product wants the rows of one KV head: `begin`
-turns [tokens, 8 heads] into [8 heads, tokens], `finish` turns the answer back. Only chunks on the diagonal, at
+turns [tokens, some heads] into [some heads, tokens], `finish` turns the answer back. Only chunks on the diagonal, at
 the window's edge or at the context's end take the body with masks.
 """
 
@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int32
 from jaxvllm.kernels import tpu_arithmetic as tpu
 from jaxvllm.kernels.tpu_tiles import RaggedTiles
 
-_HEADS = 8  # query heads that are turned together: the sublanes of a float32 tile
 _UNROLLED_HEADS = 4  # KV heads whose small products run side by side
 
 
@@ -42,6 +41,7 @@ def _ragged_kernel(
     _, CB, K, P, _ = kv_buf.shape
     _, Q, N, HL = q_buf.shape
     C, grain = CB * P, tiles.grain
+    turned = min(N, 32 // q_buf.dtype.itemsize)  # query heads that are turned together: whole tiles of sublanes
     split = pl.program_id(0) if split_heads else 0
     heads, q_heads = (pl.ds(split * K, K), pl.ds(split * N, N)) if split_heads else (None, pl.ds(0, N))
     product = tpu.products(kv_buf.dtype)
@@ -87,10 +87,10 @@ def _ragged_kernel(
 
     def begin(slot, height):
         def turn(j, _):
-            some = pl.ds(pl.multiple_of(j * _HEADS, _HEADS), _HEADS)
+            some = pl.ds(pl.multiple_of(j * turned, turned), turned)
             x = jnp.swapaxes(q_buf[slot, pl.ds(0, height), some].astype(jnp.float32), 0, 1)
-            for i in range(_HEADS):
-                q_rows[rows_of(j * _HEADS + i, height)] = x[i].astype(q_rows.dtype)
+            for i in range(turned):
+                q_rows[rows_of(j * turned + i, height)] = x[i].astype(q_rows.dtype)
 
         def clear(h, _):
             at = h, pl.ds(0, height * G)
@@ -98,17 +98,17 @@ def _ragged_kernel(
             l_ref[at] = jnp.zeros((height * G, tpu.LANES), jnp.float32)
             acc_ref[at] = jnp.zeros((height * G, HL), jnp.float32)
 
-        lax.fori_loop(0, N // _HEADS, turn, None)
+        lax.fori_loop(0, N // turned, turn, None)
         lax.fori_loop(0, K, clear, None)
 
     def finish(slot, height):
         def turn(j, _):
-            at = [rows_of(j * _HEADS + i, height) for i in range(_HEADS)]
+            at = [rows_of(j * turned + i, height) for i in range(turned)]
             x = jnp.stack([acc_ref[a] * tpu.equal_lanes(tpu.reciprocal(l_ref[a]), HL) for a in at])
-            some = pl.ds(pl.multiple_of(j * _HEADS, _HEADS), _HEADS)
+            some = pl.ds(pl.multiple_of(j * turned, turned), turned)
             o_buf[slot, pl.ds(0, height), some] = jnp.swapaxes(x, 0, 1).astype(o_buf.dtype)
 
-        lax.fori_loop(0, N // _HEADS, turn, None)
+        lax.fori_loop(0, N // turned, turn, None)
 
     def fold(slot, first, base, live, height, masked, h, _):
         """Folds a chunk of head h into all rows of the tile."""

@@ -32,7 +32,11 @@ class ChipRule:
     """What the chip decides; everything else follows from shapes."""
 
     decode_units: int = 8  # sequences times KV heads in a decode step
-    prefill_piece: int = 256  # rows of queries that one matrix product takes
+    decode_chunk: int = 1024  # tokens
+    decode_sub_chunk: int = 256
+    prefill_rows: int = 512  # query rows per KV head in a tile
+    prefill_piece: int = 256  # of them, those that one matrix product takes
+    prefill_chunk: int = 512  # tokens
     cores: int = 1  # TensorCores behind one device; each takes its own KV heads
 
 
@@ -95,10 +99,11 @@ class RaggedTiles:
     vmem_limit_bytes: int
 
 
-def padded_group(group: int, num_kv_heads: int) -> int:
-    """Query heads per KV head with padding: a power of two, and a multiple of 8 heads in all."""
+def padded_group(group: int, num_kv_heads: int, dtype) -> int:
+    """Query heads per KV head with padding: a power of two; in all 8 heads, or whole tiles of sublanes."""
+    sublanes = 32 // jnp.dtype(dtype).itemsize
     padded = 1 << (group - 1).bit_length()
-    while num_kv_heads * padded % 8:
+    while num_kv_heads * padded != 8 and num_kv_heads * padded % sublanes:
         padded *= 2
     return padded
 
@@ -130,8 +135,8 @@ def decode_tiles(shape: Shape, chip: str | None = None) -> DecodeTiles:
     seqs = max(fill, min(rule.decode_units // kv_heads, 1 << (shape.num_seqs - 1).bit_length()), 1)
     row_bytes = kv_heads * shape.row_width * shape.itemsize
     longest = _power_above(shape.blocks_per_seq * shape.block_size)
-    chunk = min(1024, longest, _power_below(_KV_BUFFER_BYTES // (seqs * row_bytes)))
-    sub_chunk = max(shape.block_size, min(256, chunk))
+    chunk = min(rule.decode_chunk, longest, _power_below(_KV_BUFFER_BYTES // (seqs * row_bytes)))
+    sub_chunk = max(shape.block_size, min(rule.decode_sub_chunk, chunk))
     chunk = max(chunk, sub_chunk)
     seq_bytes = shape.num_heads * shape.lanes * shape.itemsize
     per_call = min(_SMEM_TABLE_ENTRIES // shape.blocks_per_seq, _Q_BYTES // seq_bytes) // seqs * seqs
@@ -158,12 +163,13 @@ def ragged_tiles(shape: Shape, chip: str | None = None) -> RaggedTiles:
     kv_heads, heads = shape.num_kv_heads // cores, shape.num_heads // cores
     wide = max(1, shape.lanes // LANES)
     few = shape.sublanes
-    # 512 rows per KV head, 4,096 in all: the accumulators of a tile take 6 MiB
-    queries = min(512 // shape.group, 4096 // (heads * wide), _power_above(shape.num_tokens))
+    # at 4,096 rows in all the accumulators of a tile take 6 MiB
+    queries = min(rule.prefill_rows // shape.group, 4096 // (heads * wide), _power_above(shape.num_tokens))
     queries = max(few, _power_below(queries))
     row_bytes = kv_heads * shape.row_width * shape.itemsize
     longest = _power_above(shape.blocks_per_seq * shape.block_size)
-    chunk = max(shape.block_size, LANES, min(512, longest, _power_below(_KV_BUFFER_BYTES // row_bytes)))
+    chunk = min(rule.prefill_chunk, max(LANES, longest))
+    chunk = max(shape.block_size, min(chunk, _power_below(_KV_BUFFER_BYTES // row_bytes)))
     per_call = _SMEM_TABLE_ENTRIES // shape.blocks_per_seq
     if per_call == 0:
         raise ValueError(_table_too_long(shape))
