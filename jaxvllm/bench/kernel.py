@@ -1,0 +1,181 @@
+"""What the TPU kernels cost by count: bytes, operations and cycles of a batch, and the time predicted from them.
+
+Nothing here is a measurement of a device. Bytes and trips are counted as the kernels' loops take them; cycles are the
+compiler's own schedule; bandwidth, peak and clock are published figures (`jaxvllm.chips`). The prediction is
+
+    seconds = max(bytes / bandwidth, cycles / clock) + first copy
+
+since copies and products overlap, a step's copies under the products of the step before.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvllm.bench.schedule import Case, Region, read_schedule
+from jaxvllm.chips import find_chip, lower_for
+from jaxvllm.kernels import kv_cache, paged_attention, tpu_tiles
+
+WORKLOADS = {"nano": (256, 100, 1024), "long": (16, 32768, 32768)}  # sequences, shortest, longest
+HEADS = {"Qwen3-0.6B": (16, 8, 128), "Qwen3-8B": (32, 8, 128), "Qwen3-8B/4": (8, 2, 128), "Qwen3-8B/8": (4, 1, 128)}
+
+
+def context_lens(workload: str, seed: int = 0) -> list[int]:
+    """Returns the lengths of a workload's sequences, evenly random between its bounds."""
+    count, low, high = WORKLOADS[workload]
+    return np.random.default_rng(seed).integers(low, high + 1, count).tolist()
+
+
+def shape_of(case: Case) -> tpu_tiles.Shape:
+    """Returns the shape that the kernel is specialised for."""
+    itemsize = jnp.dtype(case.dtype).itemsize
+    row_width = kv_cache.pool_shape(1, case.num_kv_heads, case.block_size, case.head_dim, "tpu")[3]
+    group = tpu_tiles.padded_group(case.num_heads // case.num_kv_heads, case.num_kv_heads, case.dtype)
+    return tpu_tiles.Shape(
+        num_tokens=case.num_tokens,
+        num_seqs=case.num_seqs,
+        num_kv_heads=case.num_kv_heads,
+        group=group,
+        lanes=max(row_width // 2, tpu_tiles.LANES),
+        row_width=row_width,
+        block_size=case.block_size,
+        blocks_per_seq=-(-case.max_context // case.block_size),
+        itemsize=itemsize,
+    )
+
+
+def lower_attend(case: Case) -> jax.stages.Lowered:
+    """Lowers `attend` of a case for its chip, which need not be here."""
+
+    def array(*shape: int, dtype="int32"):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def attend(q, pool, *integers):
+        decode_only = case.kernel == "decode"
+        return paged_attention.attend(
+            q, pool, *integers, scale=case.head_dim**-0.5, decode_only=decode_only, backend="tpu"
+        )
+
+    pool = kv_cache.pool_shape(4096, case.num_kv_heads, case.block_size, case.head_dim, "tpu")
+    S, T, M = case.num_seqs, case.num_tokens, shape_of(case).blocks_per_seq
+    q = array(T, case.num_heads, case.head_dim, dtype=case.dtype)
+    return lower_for(case.chip, attend, q, array(*pool, dtype=case.dtype), array(S, M), array(S), array(S + 1), array(1))
+
+
+@dataclass(kw_only=True)
+class Trips:
+    """How often the loops of a decode run, and the bytes their copies move."""
+
+    steps: int = 0
+    whole_copies: int = 0
+    part_copies: int = 0
+    inside: int = 0  # sub-chunks without masks
+    boundary: int = 0
+    kv_bytes: int = 0
+    io_bytes: int = 0  # queries and answers
+    floor_bytes: int = 0  # each live key and value once, queries and answers
+
+
+def count_decode(lens: list[int], case: Case) -> Trips:
+    """Walks the loops of `tpu_decode` over a batch, as the kernel does."""
+    shape = shape_of(case)
+    tiles = tpu_tiles.decode_tiles(shape)
+    P, W, C, CC, grain = shape.block_size, tiles.seqs, tiles.chunk, tiles.sub_chunk, tiles.grain
+    row_bytes = shape.num_kv_heads * shape.row_width * shape.itemsize
+    live_row_bytes = 2 * case.num_kv_heads * case.head_dim * shape.itemsize
+    trips = Trips(io_bytes=2 * len(lens) * shape.num_heads * shape.lanes * shape.itemsize)
+    lens = lens if W == 1 else sorted(lens, reverse=True)
+    for begin in range(0, len(lens), W):
+        group = (lens[begin : begin + W] + [0] * W)[:W]
+        for c in range(-(-max(group) // C)):
+            lives = [min(max(n - c * C, 0), C) for n in group]
+            trips.steps += 1
+            trips.whole_copies += sum(live // P for live in lives)
+            trips.part_copies += sum(live % P > 0 for live in lives)
+            trips.kv_bytes += row_bytes * sum(-(-live // grain) * grain for live in lives)
+            trips.inside += min(lives) // CC
+            trips.boundary += -(-max(lives) // CC) - min(lives) // CC
+    io_floor = 2 * len(lens) * case.num_heads * case.head_dim * shape.itemsize
+    trips.floor_bytes = sum(lens) * live_row_bytes + io_floor
+    return trips
+
+
+def decode_cycles(regions: list[Region], trips: Trips) -> tuple[int, tuple[int, int]]:
+    """Returns the cycles of a batch by the schedule, and those of a sub-chunk inside and at a boundary.
+
+    The flat loop's own regions run once a step (begin and finish too, which is too many where a sequence has several
+    chunks); inner loops without products are copies. tpu7x takes a part's copy as a loop of two, after the whole ones.
+    """
+    first = next(i for i, r in enumerate(regions) if r.mxu and r.depth == 2)
+    start = max(i for i in range(first) if regions[i].depth == 1 and regions[i].begins_loop)
+    body = regions[start:]
+    inside, boundary = (r.bundles for r in [r for r in body if r.mxu][:2])
+    per_step = sum(r.bundles for r in body if r.depth == 1 or (r.depth == 2 and not r.begins_loop and not r.mxu))
+    loops = [r.bundles for r in body if r.depth == 2 and r.begins_loop and not r.mxu]
+    whole = max(loops)
+    cycles = trips.steps * per_step + trips.whole_copies * whole + trips.inside * inside + trips.boundary * boundary
+    if len(loops) % 2 == 0:  # a part copied by a loop of its own
+        cycles += 2 * trips.part_copies * whole
+    return cycles, (inside, boundary)
+
+
+def count_jax_decode(lens: list[int], case: Case, tokens_per_block: int) -> int:
+    """Bytes that JAX's own `ragged_paged_attention` moves: whole blocks of pages, up to the end of the last."""
+    row_bytes = 2 * case.num_kv_heads * max(case.head_dim, 128) * jnp.dtype(case.dtype).itemsize
+    io_bytes = 2 * len(lens) * case.num_heads * case.head_dim * jnp.dtype(case.dtype).itemsize
+    return row_bytes * sum(-(-n // tokens_per_block) * tokens_per_block for n in lens) + io_bytes
+
+
+def jax_tokens_per_block(case: Case) -> int:
+    """Tokens that JAX's kernel fetches at a time, by its own table for the chip."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import tuned_block_sizes
+
+    from jaxvllm.chips import mesh_of
+
+    with jax.set_mesh(mesh_of(case.chip)):
+        pages, _ = tuned_block_sizes.get_tuned_block_sizes(
+            jnp.dtype(case.dtype),
+            jnp.dtype(case.dtype),
+            case.num_heads,
+            case.num_kv_heads,
+            case.head_dim,
+            case.block_size,
+            case.num_tokens,
+            -(-case.max_context // case.block_size),
+        )
+    return pages * case.block_size
+
+
+def decode_report(chip: str, heads: tuple[int, int, int], workload: str, block_size: int) -> dict:
+    """Counts and predicts one decode step's attention of one layer."""
+    lens = context_lens(workload)
+    N, K, H = heads
+    case = Case(
+        chip=chip, kernel="decode", num_heads=N, num_kv_heads=K, head_dim=H, block_size=block_size,
+        max_context=WORKLOADS[workload][2], num_seqs=len(lens), num_tokens=len(lens),
+    )  # fmt: skip
+    trips, facts = count_decode(lens, case), find_chip(chip)
+    regions, compile_s = read_schedule(case)
+    cycles, (inside, boundary) = decode_cycles(regions, trips)
+    moved = trips.kv_bytes + trips.io_bytes
+    copy_s, compute_s = moved / facts.hbm_bytes_per_s, cycles / facts.cores / facts.clock_hz
+    CC = tpu_tiles.decode_tiles(shape_of(case)).sub_chunk
+    W = tpu_tiles.decode_tiles(shape_of(case)).seqs
+    sub_bytes = W * CC * 2 * K * H * jnp.dtype(case.dtype).itemsize
+    sub_copy_cycles = sub_bytes / facts.hbm_bytes_per_s * facts.clock_hz
+    return {
+        "bytes_moved": moved,
+        "bytes_floor": trips.floor_bytes,
+        "bytes_ratio": moved / trips.floor_bytes,
+        "flops": 4 * sum(lens) * N * H,
+        "cycles": cycles,
+        "sub_chunk_cycles": inside,
+        "boundary_cycles": boundary,
+        "sub_chunk_copy_cycles": sub_copy_cycles,
+        "sub_chunk_ratio": inside / sub_copy_cycles,
+        "compute_over_copy": compute_s / copy_s,
+        "predicted_s": max(copy_s, compute_s) + moved / max(trips.steps, 1) / facts.hbm_bytes_per_s,
+        "compile_s": compile_s,
+    }
