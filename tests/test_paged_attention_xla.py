@@ -160,7 +160,7 @@ def test_it_runs_under_shard_map(decode_only):
     heads, whole = jax.P(None, "tensor"), jax.P()
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
     attend = functools.partial(attend_untraced, **case.form.options, decode_only=decode_only)
-    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(heads, heads, *[whole] * 4), out_specs=heads)
+    sharded = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(heads, heads, *[whole] * 4), out_specs=heads))
     check("xla", case, lambda *arguments, **_: sharded(*arguments))
 
 
