@@ -153,6 +153,17 @@ def test_a_step_updates_donated_pools_in_place(dtype, decode_only):
     assert memory.temp_size_in_bytes < 32 << 20
 
 
+@pytest.mark.parametrize("decode_only", [False, True], ids=["ragged", "decode"])
+def test_it_runs_under_shard_map(decode_only):
+    """One KV head and its query heads per chip; the loops' carries must vary over the mesh as the heads do."""
+    case = make_case(FORMS["small"], [13, 30], [1, 1], backend="xla", decode_only=decode_only)
+    heads, whole = jax.P(None, "tensor"), jax.P()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    attend = functools.partial(attend_untraced, **case.form.options, decode_only=decode_only)
+    sharded = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(heads, heads, *[whole] * 4), out_specs=heads))
+    check("xla", case, lambda *arguments, **_: sharded(*arguments))
+
+
 def test_large_scores_neither_overflow_nor_vanish():
     case = decode(DECODE, [40, 300], [1, 1])
     out = attend_untraced(case.q * 1e4, case.pool, *case.batch[1:], scale=1.0, decode_only=True)

@@ -100,6 +100,7 @@ class LLMEngine:
         """Checks a request as `add_request` does and returns its sequence, without queuing it."""
         prompt = self._checked_prompt(token_ids)
         config = self.config
+        assert isinstance(config.eos, frozenset)
         banned = banned_ids(params.stop_token_ids, params.ignore_eos, config.eos)
         if params.min_tokens and len(banned) > MAX_BANNED_IDS:
             raise ValueError(
