@@ -171,15 +171,21 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (text, or a list of ids) becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    first = next(iter(prompts), None)
-    if isinstance(first, (int, np.integer)):
+    if not isinstance(prompts, (Sequence, np.ndarray)):
+        raise ValueError(f"prompts={prompts!r}: a prompt is text or a list of token ids, prompts are a list of them.")
+    if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         return [prompts]
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, (str, Sequence, np.ndarray)):
+            raise ValueError(f"prompt {i} is {prompt!r}: a prompt is text or a list of token ids.")
     return list(prompts)
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ValueError(f"sampling_params={params!r}: give a SamplingParams for all prompts, or a list of them.")
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one per prompt.")
     return list(params)

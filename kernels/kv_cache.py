@@ -50,7 +50,7 @@ def allocate(
     shape: tuple[int, ...],
     dtype: jax.typing.DTypeLike,
     sharding: jax.sharding.Sharding | None = None,
-) -> list[Float[Array, "B K P 2*Hp"]]:
+) -> list[Float[Array, "B K P two_Hp"]]:
     """Returns one pool of zeros per layer, each an array of its own, made in place on its devices."""
     return [jnp.zeros(shape, dtype, device=sharding) for _ in range(num_layers)]
 

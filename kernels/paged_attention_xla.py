@@ -1,22 +1,44 @@
-"""Paged attention in plain JAX: runs everywhere, and is the CPU's production path."""
+"""Paged attention in plain JAX: runs everywhere, and is the CPU's production path.
+
+Both forms walk over chunks of cached blocks with an online softmax: a loop whose temporaries stay in the processor's
+caches, and whose number of steps follows what is cached and not what the shapes would hold. Keys and values are
+gathered by (block, head), each half by itself, so that a batched product takes them without a copy or a transpose.
+"""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxvllm.kernels import kv_cache
 
 write = kv_cache.write
 
 _MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: (-inf) - (-inf) would be NaN
-_NO_MAXIMUM = (
-    0.5 * _MASKED
-)  # a masked score is far below it, so its weight is 0 even where nothing is visible
-_QUERY_TILE = 64
-_CHUNK_TOKENS = 128
+_NO_MAXIMUM = 0.5 * _MASKED  # a masked score is far below it, so its weight is 0 even where nothing is visible
+_CHUNK_BYTES = 2 << 20  # of keys and values in a step of a decode: in cache until the products have read them
+_DECODE_CHUNK_TOKENS = (128, 256)  # least and most: short chunks are many steps, long ones waste the last one's end
+_QUERY_TILE = 64  # new tokens that share the keys they read: 128 gain a tenth on one long prompt, short ones lose
+_CHUNK_TOKENS = 128  # keys in a step of a query tile
+
+
+class _Options(NamedTuple):
+    """What shapes a score, beside q and k: static."""
+
+    scale: float
+    sliding_window: int | None
+    logits_soft_cap: float | None
+
+
+class _Softmax(NamedTuple):
+    """An unfinished softmax, float32: greatest score and sum of weights [R K G 1], weighted values [R K G H]."""
+
+    maximum: Array
+    total: Array
+    weighted: Array
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "logits_soft_cap", "decode_only"))
@@ -33,68 +55,214 @@ def attend(
     logits_soft_cap: float | None = None,
     decode_only: bool = False,
 ) -> Float[Array, "T N H"]:
-    """See `paged_attention.attend`."""
+    """See `paged_attention.attend`. Jitted, so that the layers of a model trace and lower it once."""
+    options = _Options(scale, sliding_window, logits_soft_cap)
+    live = jnp.arange(block_tables.shape[0]) < num_seqs[0]
+    context_lens = jnp.where(live, context_lens, 0)
+    if decode_only:
+        return _decode(q, pool, block_tables, context_lens, options)
+    num_new = jnp.where(live, cu_seqlens_q[1:] - cu_seqlens_q[:-1], 0)
+    return _ragged(q, pool, block_tables, context_lens, cu_seqlens_q[:-1], num_new, options)
+
+
+def _decode(
+    q: Float[Array, "S N H"],
+    pool: Float[Array, "B K P two_H"],
+    block_tables: Int32[Array, "S M"],
+    context_lens: Int32[Array, " S"],
+    options: _Options,
+) -> Float[Array, "S N H"]:
+    """One new token per sequence: a flat loop over (chunk, tile of R sequences), the longest sequences first.
+
+    Sorted by their number of chunks, the sequences that still have a chunk j are the first ones: each step takes the
+    next R of them, and a sequence costs what its own context costs. Carries the softmax of all S sequences.
+    """
+    S, N, H = q.shape
+    _, K, P, _ = pool.shape
+    R, C = _decode_tile(S, pool)
+    num_rows = -(-S // R) * R
+
+    context_lens = jnp.pad(context_lens, (0, num_rows - S))
+    first_block = lax.div(_lowest_visible(context_lens - 1, options), P)
+    num_chunks = lax.div(context_lens - first_block * P + (C * P - 1), C * P)
+    order = jnp.argsort(-num_chunks) if num_rows > R else jnp.arange(num_rows)
+    first_block, num_chunks, context_lens, block_tables, queries = (
+        x.at[order].get(mode="clip") for x in (first_block, num_chunks, context_lens, block_tables, q)
+    )
+    queries = queries.reshape(num_rows, K, N // K, H).astype(pool.dtype)
+
+    def step(carry):
+        j, row, softmax = carry
+
+        def rows_of(x):
+            return lax.dynamic_slice_in_dim(x, row, R)
+
+        block = (rows_of(first_block) + j * C)[:, None] + jnp.arange(C)
+        ids = block_tables.at[row + jnp.arange(R)[:, None], block].get(mode="clip")
+        position = (block[..., None] * P + jnp.arange(P)).reshape(R, C * P)
+        last = rows_of(context_lens)[:, None] - 1
+        visible = (position <= last) & (position >= _lowest_visible(last, options))
+        part = _Softmax(*map(rows_of, softmax))
+        part = _attend_chunk(rows_of(queries), pool, ids, visible[:, None], visible, part, options)
+        softmax = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, row, 0), softmax, part)
+
+        row += R
+        chunk_is_done = row >= jnp.sum(num_chunks > j)
+        return jnp.where(chunk_is_done, j + 1, j), jnp.where(chunk_is_done, 0, row), softmax
+
+    # the first chunk shrinks whatever stands here to nothing; zeros would be made for all layers of a step at once
+    softmax = _empty_softmax(num_rows, K, N // K, H)._replace(weighted=queries.astype(jnp.float32))
+    longest = jnp.max(num_chunks)
+    carry = (jnp.int32(0), jnp.int32(0), softmax)
+    softmax = lax.while_loop(lambda carry: carry[0] < longest, step, carry)[2]
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(num_rows))[:S]
+    return _finish(_Softmax(*(x[place] for x in softmax))).astype(q.dtype).reshape(S, N, H)
+
+
+def _decode_tile(S: int, pool: Array) -> tuple[int, int]:
+    """Returns the sequences and the blocks of one step: first rows, then longer chunks, while they fit the bytes."""
+    _, K, P, two_hp = pool.shape
+    least, most = (max(1, tokens // P) for tokens in _DECODE_CHUNK_TOKENS)
+    block_bytes = K * P * two_hp * pool.dtype.itemsize
+    most_rows = max(1, _CHUNK_BYTES // (least * block_bytes))
+    rows = -(-S // -(-S // most_rows))  # the fewest tiles, of even size
+    return rows, max(least, min(most, _CHUNK_BYTES // (rows * block_bytes)))
+
+
+def _ragged(
+    q: Float[Array, "T N H"],
+    pool: Float[Array, "B K P two_H"],
+    block_tables: Int32[Array, "S M"],
+    context_lens: Int32[Array, " S"],
+    first_row: Int32[Array, " S"],
+    num_new: Int32[Array, " S"],
+    options: _Options,
+) -> Float[Array, "T N H"]:
+    """Any mixture: a loop over tiles of new tokens, and over chunks of all the blocks that the tile's tokens see.
+
+    A tile is a run of rows, whatever sequences they belong to: its blocks are those of its sequences one after the
+    other, and a row sees the keys of its own. So many short prompts share a tile, and no tile is mostly padding.
+    """
     T, N, H = q.shape
-    B, K, P, _ = pool.shape
-    M = block_tables.shape[1]
+    _, K, P, _ = pool.shape
+    S = block_tables.shape[0]
     G = N // K
-    tile = 1 if decode_only else min(_QUERY_TILE, T)
-    C = min(max(1, _CHUNK_TOKENS // P), M)
-    precision = lax.Precision.HIGHEST if pool.dtype == jnp.float32 else None
-    tables = jnp.pad(jnp.clip(block_tables, 0, B - 1), ((0, 0), (0, C)))
-    q_padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
-    tiles_before = jnp.cumsum(-(-jnp.diff(cu_seqlens_q) // tile))
+    tile = min(_QUERY_TILE, T)
+    C = max(1, _CHUNK_TOKENS // P)
+    num_tiles = -(-T // tile)
+
+    # per row: its sequence and position; a row of padding has position -1 and sees nothing
+    row = jnp.arange(num_tiles * tile)
+    end_row = first_row + num_new
+    row_seq = jnp.minimum(jnp.sum(row[:, None] >= end_row, axis=1), S - 1)
+    new = (row >= first_row[row_seq]) & (row < end_row[row_seq])
+    row_position = jnp.where(new, (context_lens - end_row)[row_seq] + row, -1)
+
+    # per tile and sequence: the blocks from the first that its rows see to the last
+    tile_start = jnp.arange(num_tiles)[:, None] * tile
+    begin, end = jnp.maximum(first_row, tile_start), jnp.minimum(end_row, tile_start + tile)
+    shift = context_lens - end_row
+    first_block = lax.div(_lowest_visible(begin + shift, options), P)
+    num_blocks = jnp.where(begin < end, lax.div(end + shift + (P - 1), P) - first_block, 0)
+    end_block = jnp.cumsum(num_blocks, axis=1)  # [num_tiles, S]
+    shift_block = first_block - (end_block - num_blocks)
+
+    # each tile's answer takes the place of its queries: a buffer of zeros to fill would be made for all layers at once
+    rows_left = jnp.pad(q, ((0, num_tiles * tile - T), (0, 0), (0, 0)))
+    rows_left = jnp.where(new[:, None, None], rows_left, 0)
 
     def attend_tile(i, out):
-        s = jnp.searchsorted(tiles_before, i, side="right")
-        begin, end = cu_seqlens_q[s], cu_seqlens_q[s + 1]
-        n = end - begin
-        first = begin + (i - (tiles_before[s] - -(-n // tile))) * tile
-        rows = first + jnp.arange(tile)
-        q_pos = context_lens[s] - n + rows - begin  # [tile]
-        qt = lax.dynamic_slice(q_padded, (first, 0, 0), (tile, N, H)).astype(pool.dtype)
-        qt = qt.reshape(tile, K, G, H).transpose(1, 2, 0, 3).reshape(K, G * tile, H)
-        last = jnp.minimum(q_pos[0] + tile, context_lens[s])  # one past the last visible position
-        low = jnp.int32(0) if sliding_window is None else jnp.maximum(q_pos[0] - sliding_window + 1, 0)
+        def rows_of(x):
+            return lax.dynamic_slice_in_dim(x, i * tile, tile)
 
-        def attend_chunk(j, state):
-            m, total, acc = state
-            ids = lax.dynamic_slice(tables, (s, j * C), (1, C))[0]
-            kv = pool[ids].transpose(1, 0, 2, 3).reshape(K, C * P, 2 * H)
-            pos = j * (C * P) + jnp.arange(C * P)
-            scores = jnp.einsum(
-                "kgh,kth->kgt", qt, kv[..., :H], precision=precision, preferred_element_type=jnp.float32
+        seq, position = rows_of(row_seq)[:, None], rows_of(row_position)[:, None]
+        tile_q = rows_of(out).reshape(tile, K, G, H).transpose(1, 2, 0, 3).reshape(1, K, G * tile, H)
+        tile_q = tile_q.astype(pool.dtype)
+
+        def step(j, softmax):
+            entry = j * C + jnp.arange(C)
+            key_seq = jnp.sum(entry[:, None] >= end_block[i], axis=1)  # S past the last block
+            block = entry + shift_block.at[i, key_seq].get(mode="clip")
+            ids = block_tables.at[key_seq, block].get(mode="clip")
+            key_position = (block[:, None] * P + jnp.arange(P)).reshape(C * P)
+            visible = (jnp.repeat(key_seq, P) == seq) & (key_position <= position)
+            visible &= key_position >= _lowest_visible(position, options)
+            return _attend_chunk(
+                tile_q, pool, ids[None], jnp.tile(visible, (G, 1))[None], visible.any(0)[None], softmax, options
             )
-            scores *= scale
-            if logits_soft_cap is not None:
-                scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
-            visible = (pos <= q_pos[:, None]) & (rows < end)[:, None] & (pos < last)
-            if sliding_window is not None:
-                visible &= pos > q_pos[:, None] - sliding_window
-            scores = jnp.where(jnp.tile(visible, (G, 1)), scores, _MASKED)
-            m_new = jnp.maximum(m, scores.max(-1, keepdims=True))
-            p = jnp.exp(scores - m_new)
-            shrink = jnp.exp(m - m_new)
-            v = jnp.where(((pos >= low) & (pos < last))[:, None], kv[..., H:], 0)
-            acc = acc * shrink + jnp.einsum(
-                "kgt,kth->kgh",
-                p.astype(pool.dtype),
-                v,
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            return m_new, total * shrink + p.sum(-1, keepdims=True), acc
 
-        shape = (K, G * tile, 1)
-        state = (jnp.full(shape, _NO_MAXIMUM), jnp.zeros(shape), jnp.zeros((K, G * tile, H)))
-        _, total, acc = lax.fori_loop(low // (C * P), -(-last // (C * P)), attend_chunk, state)
-        o = (
-            (acc / jnp.where(total > 0, total, 1))
-            .reshape(K, G, tile, H)
-            .transpose(2, 0, 1, 3)
-            .reshape(tile, N, H)
-        )
-        return lax.dynamic_update_slice(out, o.astype(out.dtype), (first, 0, 0))
+        num_chunks = lax.div(end_block[i, -1] + (C - 1), C)
+        softmax = lax.fori_loop(0, num_chunks, step, _empty_softmax(1, K, G * tile, H))
+        answer = _finish(softmax).astype(q.dtype).reshape(K, G, tile, H).transpose(2, 0, 1, 3)
+        return lax.dynamic_update_slice_in_dim(out, answer.reshape(tile, N, H), i * tile, 0)
 
-    num_tiles = jnp.where(num_seqs[0] > 0, tiles_before[num_seqs[0] - 1], 0)
-    return lax.fori_loop(0, num_tiles, attend_tile, jnp.zeros_like(q_padded))[:T]
+    live_tiles = lax.div(jnp.max(end_row) + (tile - 1), tile)
+    return lax.fori_loop(0, live_tiles, attend_tile, rows_left)[:T]
+
+
+def _attend_chunk(
+    q: Float[Array, "R K G H"],
+    pool: Float[Array, "B K P two_H"],
+    ids: Int32[Array, "R C"],
+    visible: Bool[Array, "R #G C*P"],
+    live: Bool[Array, "R C*P"],
+    softmax: _Softmax,
+    options: _Options,
+) -> _Softmax:
+    """Takes the keys and values of C blocks a row into the softmax of R rows, each of G queries per KV head.
+
+    A value that no query sees (not `live`) is cleared: a NaN times a zero weight would still be NaN.
+    """
+    H = q.shape[-1]
+    precision = lax.Precision.HIGHEST if pool.dtype == jnp.float32 else None
+    k, v = _gather(pool, ids, 0), _gather(pool, ids, H)
+    scores = jnp.einsum("rkgh,rkth->rkgt", q, k, precision=precision, preferred_element_type=jnp.float32)
+    scores *= options.scale
+    if options.logits_soft_cap is not None:
+        scores = options.logits_soft_cap * jnp.tanh(scores / options.logits_soft_cap)
+    scores = jnp.where(visible[:, None], scores, _MASKED)
+    v = jnp.where(live[:, None, :, None], v, 0)
+
+    maximum = jnp.maximum(softmax.maximum, jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - maximum)
+    shrink = jnp.exp(softmax.maximum - maximum)
+    weighted = jnp.einsum(
+        "rkgt,rkth->rkgh", weights.astype(pool.dtype), v, precision=precision, preferred_element_type=jnp.float32
+    )
+    return _Softmax(
+        maximum,
+        softmax.total * shrink + jnp.sum(weights, axis=-1, keepdims=True),
+        softmax.weighted * shrink + weighted,
+    )
+
+
+def _gather(pool: Float[Array, "B K P two_H"], ids: Int32[Array, "R C"], lane: int) -> Float[Array, "R K C*P H"]:
+    """Returns H numbers from `lane` on of every token of the blocks: keys from 0, values from H. Clips the ids."""
+    (R, C), (_, K, P, two_h) = ids.shape, pool.shape
+    H = two_h // 2
+    shape = (R, K, C)
+    starts = (ids[:, None, :], jnp.arange(K)[None, :, None], jnp.int32(lane))
+    blocks = lax.gather(
+        pool,
+        jnp.stack([jnp.broadcast_to(x, shape) for x in starts], axis=-1),
+        lax.GatherDimensionNumbers(offset_dims=(3, 4), collapsed_slice_dims=(0, 1), start_index_map=(0, 1, 3)),
+        slice_sizes=(1, 1, P, H),
+        mode="clip",
+    )
+    return blocks.reshape(R, K, C * P, H)
+
+
+def _lowest_visible(position: Int32[Array, "..."], options: _Options) -> Int32[Array, "..."]:
+    """Returns the first position that a query at `position` sees."""
+    if options.sliding_window is None:
+        return jnp.zeros_like(position)
+    return jnp.maximum(position - (options.sliding_window - 1), 0)
+
+
+def _empty_softmax(R: int, K: int, G: int, H: int) -> _Softmax:
+    return _Softmax(jnp.full((R, K, G, 1), _NO_MAXIMUM), jnp.zeros((R, K, G, 1)), jnp.zeros((R, K, G, H)))
+
+
+def _finish(softmax: _Softmax) -> Float[Array, "R K G H"]:
+    """Returns the weighted mean, 0 where nothing was visible."""
+    return jnp.where(softmax.total > 0, softmax.weighted / softmax.total, 0)

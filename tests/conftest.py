@@ -1,12 +1,31 @@
 """Shapes and dtypes in signatures are checked while testing; one compilation cache serves the whole run."""
 
 import os
+from pathlib import Path
 
+import pytest
 from jaxtyping import install_import_hook
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
 
 # Before any module of the engine is imported. The metadata layer has no jaxtyping annotations and stays free of jax.
 install_import_hook(
-    ["jaxvllm.kernels", "jaxvllm.models", "jaxvllm.engine.batch", "jaxvllm.engine.model_runner"], "beartype.beartype"
+    [
+        "jaxvllm.engine.batch",
+        "jaxvllm.engine.model_runner",
+        "jaxvllm.kernels",
+        "jaxvllm.models.layers",
+        "jaxvllm.models.rope",
+        "jaxvllm.models.sampler",
+    ],
+    "beartype.beartype",
 )
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_path(tmp_path_factory):
+    """A folder with a tiny random Llama and its tokenizer, as Hugging Face lays it out."""
+    from tiny_models import tiny_llama  # here: the tests of the metadata layer do not import jax
+
+    return tiny_llama(tmp_path_factory.mktemp("tiny_llama"))

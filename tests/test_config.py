@@ -21,7 +21,11 @@ def test_nanovllm_options_keep_their_names():
 
 @pytest.mark.parametrize(
     ("misspelt", "meant"),
-    [("max_num_seq", "max_num_seqs"), ("enforce_eagre", "enforce_eager"), ("block_size", "kvcache_block_size")],
+    [
+        ("max_num_seq", "max_num_seqs"),
+        ("enforce_eagre", "enforce_eager"),
+        ("block_size", "kvcache_block_size"),
+    ],
 )
 def test_misspelt_option_is_refused_with_the_nearest_name(misspelt, meant):
     with pytest.raises(ValueError, match=f"{misspelt}.*{meant}"):

@@ -116,12 +116,19 @@ class LLMEngine:
         return Sequence(prompt, settled, block_size=config.kvcache_block_size, seq_id=self._num_requests)
 
     def step(self) -> StepResult:
-        """Schedules, runs and accounts for one step. There must be a request (`not is_finished()`)."""
+        """Schedules, runs and accounts for one step. There must be a request (`not is_finished()`).
+
+        When the step fails or is interrupted, no request is lost: all compute again from the next step on.
+        """
         start = perf_counter()
         seqs, is_prefill = self.scheduler.schedule()
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
         lengths = [seq.num_tokens for seq in seqs]
-        token_ids = self.model_runner.run(seqs, is_prefill)
+        try:
+            token_ids = self.model_runner.run(seqs, is_prefill)
+        except BaseException:
+            self.scheduler.restart(cache_lost=self.model_runner.restore_cache())
+            raise
         self.scheduler.postprocess(seqs, token_ids, is_prefill)
         new_tokens = [
             (seq.seq_id, seq.last_token) for seq, length in zip(seqs, lengths, strict=True) if seq.num_tokens > length

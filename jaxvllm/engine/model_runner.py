@@ -51,8 +51,8 @@ class ModelRunner:
             )
         self._num_slots = self.num_blocks * config.kvcache_block_size
         self._eos = frozenset([config.eos] if isinstance(config.eos, int) else config.eos)
-        shape = self._pool_shape(self.num_blocks, config.kvcache_block_size)
-        self._kv_cache = kv_cache.allocate(model_config.num_layers, shape, jnp.dtype(model_config.dtype))
+        self._block_size = config.kvcache_block_size
+        self._kv_cache = self._allocate_cache()
 
     @property
     def num_programs(self) -> int:
@@ -72,6 +72,13 @@ class ModelRunner:
         program = self._program(bucket)
         token_ids, self._kv_cache = program(self._params, self._kv_cache, packed)
         return np.asarray(token_ids)[: len(seqs)].tolist()
+
+    def restore_cache(self) -> bool:
+        """After a step that failed: allocates the cache anew if the step took it along; returns whether it did."""
+        lost = any(pool.is_deleted() for pool in self._kv_cache)
+        if lost:
+            self._kv_cache = self._allocate_cache()
+        return lost
 
     def warm_up(self, show_progress: bool = True):
         """Compiles every bucket ahead of time, several at once; XLA leaves Python's lock while it compiles."""
@@ -102,6 +109,10 @@ class ModelRunner:
         packed = jax.ShapeDtypeStruct((words,), jnp.int32)
         step = jax.jit(partial(_step, self._graphdef, bucket=bucket, backend=self.backend), donate_argnums=1)
         return step.lower(self._params, pools, packed)
+
+    def _allocate_cache(self) -> list[Array]:
+        shape = self._pool_shape(self.num_blocks, self._block_size)
+        return kv_cache.allocate(self.model_config.num_layers, shape, jnp.dtype(self.model_config.dtype))
 
     def _pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         model = self.model_config
@@ -136,7 +147,13 @@ def unpack(packed: Int32[Array, " words"], bucket: Bucket) -> dict[str, Array]:
 
 
 def _step(
-    graphdef: Any, params: Any, pools: list[Array], packed: Int32[Array, " words"], *, bucket: Bucket, backend: str
+    graphdef: Any,
+    params: Any,
+    pools: list[Array],
+    packed: Int32[Array, " words"],
+    *,
+    bucket: Bucket,
+    backend: str,
 ) -> tuple[Int32[Array, " S"], list[Array]]:
     """One step: the model over all new tokens, then one sampled id per sequence.
 
@@ -148,7 +165,12 @@ def _step(
     model = nnx.merge(graphdef, params)
     with jax.named_scope("model"):
         hidden, pools = model(
-            fields["token_ids"], fields["positions"], pools, batch, backend=backend, decode_only=bucket.decode_only
+            fields["token_ids"],
+            fields["positions"],
+            pools,
+            batch,
+            backend=backend,
+            decode_only=bucket.decode_only,
         )
     with jax.named_scope("head"):
         last = jnp.maximum(batch.cu_seqlens_q[1:] - 1, 0)  # the head runs on each sequence's last token only

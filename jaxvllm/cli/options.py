@@ -1,0 +1,100 @@
+"""Options that several commands share, and the engine and sampling parameters made of them."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from jaxvllm.config import AttentionBackend, Dtype, EngineConfig
+from jaxvllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxvllm.llm import LLM
+
+_SAMPLING_DEFAULTS = SamplingParams()
+
+
+class _Buckets(click.ParamType):
+    name = "N,N,..."
+
+    def convert(self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None):
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers such as 16,64,256.", param, ctx)
+
+
+_ENGINE_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+
+
+def _engine_option(name: str, kind: click.ParamType | type, text: str) -> Callable:
+    """An option for a field of `EngineConfig`, with the field's default."""
+    return click.option(name, type=kind, help=text, default=_ENGINE_DEFAULTS[name[2:].replace("-", "_")])
+
+
+_ENGINE_OPTIONS = [
+    _engine_option("--dtype", click.Choice(get_args(Dtype)), "Of weights, activations and cache."),
+    _engine_option("--max-model-len", int, "Most tokens per sequence, prompt and completion."),
+    _engine_option("--max-num-seqs", int, "Most sequences per step."),
+    _engine_option("--max-num-batched-tokens", int, "Most tokens per step."),
+    _engine_option("--kvcache-block-size", int, "Tokens per block of the KV cache."),
+    _engine_option("--num-kvcache-blocks", int, "Blocks in the KV cache; -1 sizes it from memory."),
+    _engine_option("--gpu-memory-utilization", float, "Share of a TPU's or GPU's memory to use."),
+    _engine_option("--tensor-parallel-size", int, "Chips that share the model."),
+    _engine_option("--attention-backend", click.Choice(get_args(AttentionBackend)), "Body of the kernels."),
+    _engine_option("--token-buckets", _Buckets(), "Padded token counts of prefill; none: automatic."),
+    _engine_option("--seq-buckets", _Buckets(), "Padded sequence counts of decode; none: automatic."),
+    _engine_option("--block-buckets", _Buckets(), "Padded blocks per sequence; none: automatic."),
+    _engine_option("--seed", int, "Of the requests that give none."),
+    click.option(
+        "--enforce-eager/--warm-up",
+        default=True,
+        help="Compile each step when it is first needed, or all of them at the start.",
+    ),
+]
+
+
+def _sampling_options(max_tokens: int) -> list[Callable]:
+    defaults = _SAMPLING_DEFAULTS
+    return [
+        click.option("--temperature", type=float, default=defaults.temperature, help="0 is greedy."),
+        click.option("--top-k", type=int, default=defaults.top_k, help="Keep the k most likely tokens; -1: all."),
+        click.option("--top-p", type=float, default=defaults.top_p, help="Keep tokens up to this probability."),
+        click.option("--min-p", type=float, default=defaults.min_p, help="Keep tokens this likely, next to the best."),
+        click.option("--max-tokens", type=int, default=max_tokens, help="Most new tokens."),
+        click.option("--min-tokens", type=int, default=defaults.min_tokens, help="No end before this many tokens."),
+        click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="One more id that ends it."),
+        click.option("--ignore-eos", is_flag=True, help="Generate past the model's end ids."),
+    ]
+
+
+_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")
+
+
+def engine_and_sampling_options(max_tokens: int) -> Callable[[Callable], Callable]:
+    """Decorates a command with the options of the engine and of sampling; they arrive as keyword arguments."""
+
+    def decorate(function: Callable) -> Callable:
+        for option in reversed([*_sampling_options(max_tokens), *_ENGINE_OPTIONS]):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
+    """Returns the engine's options and the sampling parameters; `ValueError` on a wrong value."""
+    sampling = SamplingParams(**{name: options[name] for name in _SAMPLING_NAMES})
+    engine = {name: value for name, value in options.items() if name not in _SAMPLING_NAMES}
+    return engine, sampling
+
+
+def load_llm(model: str, options: dict[str, Any]) -> "LLM":
+    """Loads a model; a progress bar shows where someone watches."""
+    from jaxvllm.llm import LLM
+
+    return LLM(model, use_tqdm=sys.stderr.isatty(), **options)

@@ -1,0 +1,190 @@
+"""Which sequences run in the next step, and what becomes of them after it."""
+
+from collections import deque
+from collections.abc import Collection
+from typing import Protocol
+
+from jaxvllm.engine.block_manager import BlockManager
+from jaxvllm.engine.sequence import Sequence, SequenceStatus
+from jaxvllm.outputs import FinishReason
+
+
+class SchedulerConfig(Protocol):
+    """What the scheduler reads of `EngineConfig`."""
+
+    @property
+    def max_num_seqs(self) -> int: ...  # sequences per step
+
+    @property
+    def max_num_batched_tokens(self) -> int: ...  # tokens per prefill step
+
+    @property
+    def eos(self) -> int | Collection[int]: ...  # end ids of the model; -1 for none
+
+    @property
+    def kvcache_block_size(self) -> int: ...  # tokens per block
+
+    @property
+    def num_kvcache_blocks(self) -> int: ...  # blocks in the pool
+
+
+class Scheduler:
+    """Chooses the sequences of each step: prefill before decode, first come, first served.
+
+    A sequence is in `waiting` until its whole prompt has been scheduled, then in `running`, then in neither.
+    It holds blocks while it runs, and after a part of its prompt at the head of `waiting`. When blocks run
+    out, the youngest running sequence goes back to the head of `waiting` and computes its tokens again.
+
+    A sequence that the pool can never hold must be refused before `add`: see `max_seq_tokens`.
+    """
+
+    def __init__(self, config: SchedulerConfig):
+        self.max_num_seqs = config.max_num_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.eos = config.eos
+        self.block_size = config.kvcache_block_size
+        self.block_manager = BlockManager(config.num_kvcache_blocks, config.kvcache_block_size)
+        self.waiting: deque[Sequence] = deque()
+        self.running: deque[Sequence] = deque()
+        self._eos_ids = frozenset({config.eos} if isinstance(config.eos, int) else config.eos)
+
+    @property
+    def max_seq_tokens(self) -> int:
+        """Tokens, prompt and completion, of the longest sequence that can finish; see `BlockManager`."""
+        return self.block_manager.max_seq_tokens
+
+    def is_finished(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, seq: Sequence):
+        self.waiting.append(seq)
+
+    def schedule(self) -> tuple[list[Sequence], bool]:
+        """Returns the sequences of the next step, and whether it is a prefill (else a decode).
+
+        Each has its blocks and `num_scheduled_tokens`; hand them to `postprocess` when the step has run.
+        There must be something to do (`not is_finished()`).
+        """
+        seqs = self._schedule_prefill()
+        if seqs:
+            return seqs, True
+        seqs = self._schedule_decode()
+        assert seqs, f"{len(self.waiting)} sequences wait, none fits: was one above max_seq_tokens added?"
+        return seqs, False
+
+    def preempt(self, seq: Sequence):
+        """Takes the blocks of a sequence already out of `running`; it will be the next to be admitted."""
+        seq.status = SequenceStatus.WAITING
+        seq.is_prefill = True
+        self.block_manager.deallocate(seq)
+        self.waiting.appendleft(seq)
+
+    def postprocess(self, seqs: list[Sequence], token_ids: list[int], is_prefill: bool):
+        """Takes the step's sampled ids, one per sequence, and ends the sequences that are done.
+
+        The id of a sequence whose prompt is not complete yet is dropped, as is that of one aborted meanwhile.
+        """
+        any_finished = False
+        for seq, token_id in zip(seqs, token_ids, strict=True):
+            if seq.status is SequenceStatus.FINISHED:
+                continue
+            self.block_manager.hash_blocks(seq)
+            seq.num_cached_tokens += seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            if is_prefill and seq.num_cached_tokens < seq.num_tokens:
+                continue
+            seq.append_token(token_id)
+            reason = self._reason_to_finish(seq)
+            if reason is not None:
+                self._finish(seq, reason)
+                any_finished = True
+        if any_finished:  # one pass for all of them: removing each by itself would search the queue each time
+            self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
+
+    def abort(self, seq: Sequence):
+        """Ends a sequence and frees its blocks, wherever it stands; one that has finished stays as it is.
+
+        It may be part of a step in flight: its blocks are free at once, the steps that reuse them run later.
+        """
+        if seq.is_finished:
+            return
+        queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
+        queue.remove(seq)
+        self._finish(seq, "abort")
+
+    def restart(self, *, cache_lost: bool):
+        """After a step that failed: every sequence gives its blocks back and computes again, in the same order.
+
+        `cache_lost` says that the blocks' contents are gone too, so that no prefix may be found again.
+        """
+        seqs = [*self.running, *(seq for seq in self.waiting if seq.block_table)]
+        self.running.clear()
+        self.waiting = deque(seq for seq in self.waiting if not seq.block_table)
+        for seq in reversed(seqs):
+            seq.num_scheduled_tokens = 0
+            self.preempt(seq)
+        if cache_lost:
+            self.block_manager.forget_contents()
+
+    def _schedule_prefill(self) -> list[Sequence]:
+        """Admits in order while tokens and blocks last; only the first one may run a part of its tokens."""
+        seqs: list[Sequence] = []
+        remaining = self.max_num_batched_tokens
+        while self.waiting and remaining and len(seqs) < self.max_num_seqs:
+            seq = self.waiting[0]
+            num_cached_blocks = -1
+            if seq.block_table:
+                num_tokens = seq.num_tokens - seq.num_cached_tokens
+            else:
+                num_cached_blocks = self.block_manager.can_allocate(seq)
+                if num_cached_blocks == -1:
+                    break
+                num_tokens = seq.num_tokens - num_cached_blocks * self.block_size
+            if num_tokens > remaining and seqs:
+                break
+            if not seq.block_table:
+                self.block_manager.allocate(seq, num_cached_blocks)
+            seq.num_scheduled_tokens = min(num_tokens, remaining)
+            remaining -= seq.num_scheduled_tokens
+            if seq.num_scheduled_tokens == num_tokens:
+                seq.status = SequenceStatus.RUNNING
+                self.running.append(self.waiting.popleft())
+            seqs.append(seq)
+        return seqs
+
+    def _schedule_decode(self) -> list[Sequence]:
+        """One token for each running sequence, in order, making room at the expense of the youngest."""
+        seqs: list[Sequence] = []
+        while self.running and len(seqs) < self.max_num_seqs:
+            seq = self.running.popleft()
+            if self._make_room(seq):
+                self.block_manager.may_append(seq)
+                seq.num_scheduled_tokens = 1
+                seq.is_prefill = False
+                seqs.append(seq)
+        self.running.extendleft(reversed(seqs))
+        return seqs
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Preempts until the pool has a slot for one more token; False when `seq` itself had to give way."""
+        while not self.block_manager.can_append(seq):
+            if not self.running:
+                self.preempt(seq)
+                return False
+            self.preempt(self.running.pop())
+        return True
+
+    def _reason_to_finish(self, seq: Sequence) -> FinishReason | None:
+        """Why its last token ends it, or None."""
+        num_completion_tokens = seq.num_completion_tokens
+        token_id = seq.last_token
+        is_end = (token_id in self._eos_ids and not seq.ignore_eos) or token_id in seq.stop_token_ids
+        if is_end and num_completion_tokens >= seq.min_tokens:
+            return "stop"
+        return "length" if num_completion_tokens >= seq.max_tokens else None
+
+    def _finish(self, seq: Sequence, reason: FinishReason):
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        seq.num_scheduled_tokens = 0
+        self.block_manager.deallocate(seq)

@@ -1,0 +1,104 @@
+"""One request as the scheduler sees it: its tokens, its blocks, its limits."""
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from jaxvllm.outputs import FinishReason
+from jaxvllm.sampling_params import SamplingParams
+
+_DEFAULT_PARAMS = SamplingParams()
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """The tokens of one request and how far they have come.
+
+    Tokens are only ever appended, so a hash in `block_hashes` stays valid, whatever happens to the blocks.
+    """
+
+    def __init__(
+        self,
+        token_ids: Iterable[int],
+        sampling_params: SamplingParams = _DEFAULT_PARAMS,
+        *,
+        block_size: int,
+        seq_id: int = 0,
+    ):
+        """`block_size` is that of the engine's pool. Raises `ValueError` on an empty prompt."""
+        self.seq_id = seq_id
+        self.block_size = block_size
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.token_ids = list(token_ids)
+        if not self.token_ids:
+            raise ValueError(f"sequence {seq_id} has an empty prompt: give at least one token.")
+        self.last_token = self.token_ids[-1]
+        self.num_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_tokens
+        self.num_cached_tokens = 0
+        self.num_cached_prompt_tokens = 0  # found in the prefix cache when first admitted
+        self.num_scheduled_tokens = 0
+        self.is_prefill = True
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []  # chain hashes of the first full blocks, as far as needed so far
+        self.sampling_params = sampling_params
+        self.seed = sampling_params.seed or 0  # the engine settles a seed for a request that gives none
+        self.temperature = sampling_params.temperature
+        self.max_tokens = sampling_params.max_tokens
+        self.min_tokens = sampling_params.min_tokens
+        self.ignore_eos = sampling_params.ignore_eos
+        self.stop_token_ids = frozenset(sampling_params.stop_token_ids)
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    def __getitem__(self, key):
+        return self.token_ids[key]
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence(seq_id={self.seq_id}, {self.status.name}, num_prompt_tokens={self.num_prompt_tokens}, "
+            f"num_tokens={self.num_tokens}, num_cached_tokens={self.num_cached_tokens}, "
+            f"num_scheduled_tokens={self.num_scheduled_tokens}, block_table={self.block_table})"
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that hold all its tokens, the last one perhaps in part."""
+        return -(-self.num_tokens // self.block_size)
+
+    @property
+    def last_block_num_tokens(self) -> int:
+        """Tokens in the last block, from 1 to block_size."""
+        return (self.num_tokens - 1) % self.block_size + 1
+
+    def block(self, i: int) -> list[int]:
+        """Returns the token ids of its i-th block; the last one may be short."""
+        assert 0 <= i < self.num_blocks, f"block {i} of {self.num_blocks}"
+        return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
+
+    def append_token(self, token_id: int):
+        self.token_ids.append(token_id)
+        self.last_token = token_id
+        self.num_tokens += 1

@@ -1,0 +1,174 @@
+"""What a model is: the values its checkpoint decides, under our names."""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from jaxvllm.models.rope import RopeConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The architecture of a checkpoint. No value has a default here: each comes from the checkpoint.
+
+    Hashable, so that it can stand in a compiled step's static part. Raises ValueError where values contradict.
+    """
+
+    model_type: str  # Hugging Face's name of the architecture
+    vocab_size: int  # rows of the embedding; may exceed the tokenizer's ids
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    max_position_embeddings: int  # tokens per sequence the model was made for
+    rope: RopeConfig
+    sliding_windows: tuple[int | None, ...]  # per layer, tokens; None sees everything before
+    dtype: str  # of weights, activations and cache
+    eos_token_ids: frozenset[int]
+
+    def __post_init__(self):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not a positive number.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}.")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is not even: rotary embeddings turn pairs.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is none of {', '.join(DTYPES)}: convert the checkpoint first.")
+
+    @classmethod
+    def from_hf(cls, hf_config: Any, *, dtype: str, eos_token_ids: frozenset[int]) -> "ModelConfig":
+        """Reads a transformers 5 config, which stays unchanged. `dtype` is the checkpoint's.
+
+        Raises ValueError, by name, on what the layers here do not do.
+        """
+        if hf_config.hidden_act != "silu":
+            raise ValueError(f"hidden_act={hf_config.hidden_act!r} is not supported: the layers here use silu.")
+        return cls(
+            model_type=hf_config.model_type,
+            vocab_size=hf_config.vocab_size,
+            hidden_size=hf_config.hidden_size,
+            intermediate_size=hf_config.intermediate_size,
+            num_layers=hf_config.num_hidden_layers,
+            num_heads=hf_config.num_attention_heads,
+            num_kv_heads=hf_config.num_key_value_heads,
+            head_dim=hf_config.head_dim,
+            rms_norm_eps=hf_config.rms_norm_eps,
+            tie_word_embeddings=hf_config.tie_word_embeddings,
+            attention_bias=hf_config.attention_bias,
+            mlp_bias=getattr(hf_config, "mlp_bias", False),  # an architecture without the field has no such bias
+            max_position_embeddings=hf_config.max_position_embeddings,
+            rope=RopeConfig.from_parameters(_rope_parameters(hf_config)),
+            sliding_windows=_sliding_windows(hf_config),
+            dtype=dtype,
+            eos_token_ids=eos_token_ids,
+        )
+
+
+def read_hf_config(folder: Path, raw: Mapping[str, Any], stored_dtype: Callable[[], str]) -> ModelConfig:
+    """Reads a Hugging Face folder, `raw` being its config.json, without network.
+
+    Values the file leaves out get transformers' own defaults; `stored_dtype` is asked for that of the weights where
+    the file names none. End ids come from generation_config.json too. Raises ValueError naming the file and what is
+    wrong with it.
+    """
+    path = folder / "config.json"
+    if quantization := raw.get("quantization_config"):
+        method = quantization.get("quant_method")
+        raise ValueError(f"{path}: quantised weights ({method}) are not supported: use the unquantised checkpoint.")
+    try:
+        hf_config = import_transformers().AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        dtype = raw.get("dtype") or raw.get("torch_dtype") or stored_dtype()
+        ends = _end_ids(hf_config.eos_token_id)
+        if (generation := folder / "generation_config.json").is_file():
+            ends |= _end_ids(read_json(generation).get("eos_token_id"))
+        return ModelConfig.from_hf(hf_config, dtype=str(dtype).removeprefix("torch."), eos_token_ids=ends)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises ValueError naming the file when it is missing or broken."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): a checkpoint folder needs it.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): is the file complete?") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object.")
+    return content
+
+
+def import_transformers() -> ModuleType:
+    """Returns transformers, imported without torch: we use its configs and tokenizers only.
+
+    Where torch happens to be installed transformers would import it, which takes seconds and much memory. A program
+    that wants transformers' torch models beside this engine imports torch first.
+    """
+    if "transformers" in sys.modules or "torch" in sys.modules:
+        return importlib.import_module("transformers")
+    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # else it advises, at every start, to install torch
+    had_quiet = os.environ.get(quiet)
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # the documented way to hide a module
+    os.environ[quiet] = "1"
+    try:
+        return importlib.import_module("transformers")
+    finally:
+        del sys.modules["torch"]
+        if had_quiet is None:
+            del os.environ[quiet]
+
+
+def _end_ids(value: int | list[int] | None) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)
+
+
+def _rope_parameters(hf_config: Any) -> Mapping[str, Any]:
+    """Returns the rotary parameters that hold for all layers."""
+    parameters = hf_config.rope_parameters or {}
+    per_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]
+    if not per_layer_type:
+        return parameters
+    if any(value != per_layer_type[0] for value in per_layer_type):
+        raise ValueError(
+            f"rope_parameters={parameters} differ between layers, which {hf_config.model_type} here has not."
+        )
+    return per_layer_type[0]
+
+
+def _sliding_windows(hf_config: Any) -> tuple[int | None, ...]:
+    window = getattr(hf_config, "sliding_window", None)
+    kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * hf_config.num_hidden_layers
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown or len(kinds) != hf_config.num_hidden_layers:
+        raise ValueError(f"layer_types of {len(kinds)} layers, with {unknown or 'a wrong length'}, is not supported.")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

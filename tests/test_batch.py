@@ -1,0 +1,165 @@
+import numpy as np
+import pytest
+
+from jaxvllm.config import EngineConfig
+from jaxvllm.engine.batch import (
+    MAX_BANNED_IDS,
+    Bucket,
+    banned_ids,
+    choose_bucket,
+    make_buckets,
+    pack_step,
+    packed_fields,
+)
+from jaxvllm.engine.sequence import Sequence
+from jaxvllm.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+NUM_SLOTS = 400
+VOCAB_SIZE = 1000
+
+
+def sequence(token_ids, *, cached, scheduled, block_table, **params):
+    seq = Sequence(token_ids, SamplingParams(seed=params.pop("seed", 0), **params), block_size=BLOCK_SIZE)
+    seq.num_cached_tokens, seq.num_scheduled_tokens = cached, scheduled
+    seq.block_table = list(block_table)
+    return seq
+
+
+def unpack(buffer, bucket):
+    fields, length = packed_fields(bucket)
+    assert buffer.dtype == np.int32
+    assert buffer.shape == (length,)
+    return {
+        name: buffer[f.offset : f.offset + int(np.prod(f.shape))].view(f.dtype).reshape(f.shape)
+        for name, f in fields.items()
+    }
+
+
+def pack(seqs, bucket, eos=frozenset()):
+    return unpack(pack_step(seqs, bucket, num_slots=NUM_SLOTS, vocab_size=VOCAB_SIZE, eos=eos), bucket)
+
+
+@pytest.fixture
+def prefill():
+    """A chunk over a cached prefix that crosses a block's end, and a whole prompt."""
+    seqs = [
+        sequence(range(100, 110), cached=4, scheduled=5, block_table=[7, 2, 9]),
+        sequence([5, 6, 7], cached=0, scheduled=3, block_table=[30]),
+    ]
+    return pack(seqs, Bucket(16, 4, 5, False))
+
+
+def test_prefill_tokens_and_positions_are_those_scheduled(prefill):
+    assert prefill["token_ids"].tolist() == [104, 105, 106, 107, 108, 5, 6, 7] + [0] * 8
+    assert prefill["positions"].tolist() == [4, 5, 6, 7, 8, 0, 1, 2] + [0] * 8
+
+
+def test_slots_follow_the_block_table_and_padding_is_one_past_the_last(prefill):
+    assert prefill["slot_mapping"].tolist() == [8, 9, 10, 11, 36, 120, 121, 122] + [NUM_SLOTS] * 8
+
+
+def test_lengths_tables_and_offsets_are_padded_as_designed(prefill):
+    assert prefill["context_lens"].tolist() == [9, 3, 0, 0]
+    assert prefill["cu_seqlens_q"].tolist() == [0, 5, 8, 8, 8]
+    assert prefill["num_seqs"].tolist() == [2]
+    assert prefill["block_tables"].tolist() == [[7, 2, 9, 0, 0], [30, 0, 0, 0, 0], [0] * 5, [0] * 5]
+
+
+def test_padding_rows_sample_greedily(prefill):
+    assert prefill["temperature"].tolist() == [1, 1, 0, 0]
+    assert prefill["top_p"].tolist() == [1, 1, 1, 1]
+
+
+def test_decode_takes_the_last_token_of_each_sequence():
+    seqs = [
+        sequence(range(10, 19), cached=8, scheduled=1, block_table=[3, 4, 5]),
+        sequence([50], cached=0, scheduled=1, block_table=[6]),
+    ]
+    fields = pack(seqs, Bucket(2, 2, 3, True))
+    assert fields["token_ids"].tolist() == [18, 50]
+    assert fields["positions"].tolist() == [8, 0]
+    assert fields["slot_mapping"].tolist() == [20, 24]
+    assert fields["context_lens"].tolist() == [9, 1]
+
+
+def test_sampling_options_survive_the_integer_buffer_to_the_bit():
+    seed = 0x0123456789ABCDEF
+    seq = sequence(
+        [1, 2],
+        cached=1,
+        scheduled=1,
+        block_table=[0],
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.05,
+        seed=seed,
+    )
+    fields = pack([seq], Bucket(2, 2, 1, True))
+    assert fields["temperature"][0] == np.float32(0.7)
+    assert fields["top_p"][0] == np.float32(0.9)
+    assert fields["min_p"][0] == np.float32(0.05)
+    assert fields["top_k"][0] == 5
+    assert fields["seeds"][0].tolist() == [0x01234567, 0x89ABCDEF]
+
+
+def test_end_ids_are_banned_until_min_tokens_are_there():
+    seq = sequence([1, 2], cached=1, scheduled=1, block_table=[0], min_tokens=2, max_tokens=9, stop_token_ids=(40, 7))
+    bucket = Bucket(2, 2, 1, True)
+    padding = [VOCAB_SIZE] * (MAX_BANNED_IDS - 3)
+    assert pack([seq], bucket, eos={9})["banned_token_ids"][0].tolist() == [7, 9, 40, *padding]
+    seq.append_token(3)
+    seq.append_token(3)
+    assert set(pack([seq], bucket, eos={9})["banned_token_ids"].ravel()) == {VOCAB_SIZE}
+
+
+def test_ignore_eos_bans_only_the_request_s_own_stop_ids():
+    assert banned_ids((40, 7), ignore_eos=True, eos={9}) == [7, 40]
+    assert banned_ids((), ignore_eos=False, eos={9, 3}) == [3, 9]
+
+
+@pytest.fixture
+def buckets():
+    return make_buckets(
+        EngineConfig(
+            model="folder",
+            max_num_batched_tokens=256,
+            max_num_seqs=32,
+            max_model_len=64,
+            kvcache_block_size=BLOCK_SIZE,
+            block_buckets=(8, 16),
+        )
+    )
+
+
+def test_buckets_are_bounded_and_distinct(buckets):
+    decode = {b for b in buckets if b.decode_only}
+    prefill = set(buckets) - decode
+    assert len(buckets) == len(set(buckets)) == 2 * (5 + 5)
+    assert {b.num_seqs for b in decode} == {2, 4, 8, 16, 32}
+    assert all(b.num_tokens == b.num_seqs for b in decode)
+    assert {b.num_tokens for b in prefill} == {16, 32, 64, 128, 256}
+
+
+def test_every_step_within_the_limits_has_a_bucket_that_holds_it(buckets):
+    for num_seqs in range(1, 33):
+        for length in (1, 8, 256 // num_seqs):
+            seqs = [sequence([1] * length, cached=0, scheduled=length, block_table=[0]) for _ in range(num_seqs)]
+            bucket = choose_bucket(buckets, seqs, is_prefill=True)
+            assert not bucket.decode_only
+            assert bucket.num_tokens >= num_seqs * length
+            assert bucket.num_seqs >= num_seqs
+
+
+def test_a_step_takes_the_smallest_bucket(buckets):
+    seqs = [sequence([1] * 30, cached=29, scheduled=1, block_table=range(9))] * 3
+    assert choose_bucket(buckets, seqs, is_prefill=False) == Bucket(4, 4, 16, True)
+    assert choose_bucket(buckets, seqs[:1], is_prefill=True) == Bucket(16, 2, 16, False)
+
+
+def test_each_step_gets_a_buffer_of_its_own():
+    seqs = [sequence([1, 2], cached=1, scheduled=1, block_table=[0])]
+    options = {"num_slots": NUM_SLOTS, "vocab_size": VOCAB_SIZE, "eos": frozenset()}
+    bucket = Bucket(2, 2, 1, True)
+    assert not np.shares_memory(pack_step(seqs, bucket, **options), pack_step(seqs, bucket, **options))

@@ -1,0 +1,51 @@
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_steps import Runner, assert_equals_transformers, prefill
+from tiny_models import tiny_llama
+
+from jaxvllm.models.loader import load_model
+
+EXPECTED = json.loads((Path(__file__).parent / "data/expected_tiny.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(tiny_llama(tmp_path_factory.mktemp("llama")))[1]
+
+
+@pytest.mark.parametrize("case", ["llama", "llama_biases", "llama_dynamic"])
+def test_llama_gives_transformers_tokens_and_logits(case, tmp_path):
+    _, model = load_model(tiny_llama(tmp_path, **EXPECTED[case]["overrides"]))
+    assert_equals_transformers(model, EXPECTED[case])
+
+
+def test_chunks_and_decode_steps_give_the_logits_of_one_prefill(model):
+    prompts = [p["prompt_token_ids"] for p in EXPECTED["llama"]["prompts"] if len(p["prompt_token_ids"]) in (17, 63)]
+    whole = prefill(model, prompts)
+    runner = Runner(model, len(prompts), 63)
+    parts = [runner.step([p[:5] for p in prompts])]
+    parts.append(runner.step([prompts[0][5:16], prompts[1][5:62]]))
+    parts.append(runner.step([p[-1:] for p in prompts], decode_only=True))
+    for s, logits in enumerate(whole):
+        np.testing.assert_allclose(np.concatenate([part[s] for part in parts]), logits, rtol=0, atol=1e-4)
+
+
+def test_bfloat16_model_keeps_activations_and_cache_small_but_logits_float32(tmp_path, model):
+    _, small = load_model(tiny_llama(tmp_path), dtype="bfloat16")
+    prompt = EXPECTED["llama"]["prompts"][4]["prompt_token_ids"]
+    logits = prefill(small, [prompt])[0]
+    assert small.layers[0].attention.q.weight.dtype == jnp.bfloat16
+    assert logits.dtype == np.float32
+    exact = prefill(model, [prompt])[0]
+    assert np.abs(logits - exact).mean() < 0.05 * exact.std()
+
+
+def test_every_row_of_an_embedding_larger_than_the_tokenizer_is_usable(model):
+    # The tokenizer has 266 ids, the embedding 512 rows: a sampled id beyond the tokenizer comes back as input.
+    logits = prefill(model, [[511, 266, 300, 265]])[0]
+    assert logits.shape == (4, 512)
+    assert np.isfinite(logits).all()

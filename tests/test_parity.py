@@ -1,0 +1,107 @@
+"""The engine against transformers: greedy tokens recorded in float32, all of them, whatever the batching."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import GREEDY, assert_all_blocks_free, make_llm
+from model_steps import prefill
+from tiny_models import tiny_llama, tiny_qwen3
+
+from jaxvllm import SamplingParams
+from jaxvllm.demo import demo_model_path
+from jaxvllm.models.loader import load_model
+
+DATA = Path(__file__).parent / "data"
+TINY = json.loads((DATA / "expected_tiny.json").read_text())
+SMOLLM2 = json.loads((DATA / "expected_smollm2.json").read_text())
+LARGEST_LOGIT_DIFFERENCE = 1e-3
+
+
+def run(llm, recorded):
+    """Runs the recorded prompts together; returns tokens and cached prompt tokens."""
+    prompts = [prompt["prompt_token_ids"] for prompt in recorded["prompts"]]
+    params = SamplingParams(**GREEDY, max_tokens=len(recorded["prompts"][0]["token_ids"]))
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert_all_blocks_free(llm)
+    return [output.token_ids for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+def expected_tokens(recorded):
+    return [prompt["token_ids"] for prompt in recorded["prompts"]]
+
+
+def count_chunks(llm):
+    """Counts the prefill steps that leave a prompt unfinished."""
+    chunks = []
+    schedule = llm.engine.scheduler.schedule
+
+    def counting():
+        seqs, is_prefill = schedule()
+        chunks.extend(seq for seq in seqs if seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens)
+        return seqs, is_prefill
+
+    llm.engine.scheduler.schedule = counting
+    return chunks
+
+
+@pytest.mark.parametrize(("name", "build"), [("llama", tiny_llama), ("qwen3", tiny_qwen3)])
+def test_tiny_model_gives_transformers_tokens(tmp_path, name, build):
+    """Lengths up to 300: batched, in chunks of at most 96 tokens, then with every prefix in the cache."""
+    recorded = TINY[name]
+    path = build(tmp_path, **recorded["overrides"])
+    llm = make_llm(
+        path,
+        max_model_len=400,
+        max_num_batched_tokens=96,
+        token_buckets=(96,),
+        kvcache_block_size=16,
+        num_kvcache_blocks=256,
+    )
+    chunks = count_chunks(llm)
+    tokens, _ = run(llm, recorded)
+    assert tokens == expected_tokens(recorded)
+    assert {5, 6, 7} == {seq.seq_id for seq in chunks}, "prompts of 120, 200 and 300 tokens do not fit a step"
+    tokens, cached = run(llm, recorded)
+    assert tokens == expected_tokens(recorded)
+    lengths = [len(prompt["prompt_token_ids"]) for prompt in recorded["prompts"]]
+    assert cached == [(length - 1) // 16 * 16 for length in lengths]
+
+
+@pytest.mark.slow
+def test_smollm2_gives_transformers_tokens_with_prefix_sharing_and_chunks(capsys):
+    """20 prompts of 5 to 200 tokens, 64 new ones each, all in one run."""
+    llm = make_llm(
+        demo_model_path(),
+        max_model_len=320,
+        max_num_seqs=20,
+        seq_buckets=(20,),
+        max_num_batched_tokens=64,
+        token_buckets=(64,),
+        kvcache_block_size=16,
+        num_kvcache_blocks=400,
+    )
+    chunks = count_chunks(llm)
+    tokens, cached = run(llm, SMOLLM2)
+    num_equal = sum(ours == theirs for ours, theirs in zip(tokens, expected_tokens(SMOLLM2), strict=True))
+    with capsys.disabled():
+        print(f"\nSmolLM2: {num_equal} of 20 prompts equal, {len(chunks)} chunks, {sum(cached)} tokens cached")
+    assert num_equal == len(tokens) == 20
+    assert sum(cached) > 0
+    assert chunks
+
+
+@pytest.mark.slow
+def test_smollm2_logits_are_transformers_logits(capsys):
+    _, model = load_model(demo_model_path(), dtype="float32")
+    sequences = [prompt["prompt_token_ids"] + prompt["token_ids"] for prompt in SMOLLM2["prompts"]]
+    largest = 0.0
+    for prompt, logits in zip(SMOLLM2["prompts"], prefill(model, sequences), strict=True):
+        at_steps = logits[len(prompt["prompt_token_ids"]) - 1 :][SMOLLM2["logit_steps"]]
+        chosen = at_steps[:, SMOLLM2["logit_token_ids"]] - np.array(prompt["logits"])
+        highest = at_steps.max(axis=-1) - np.array(prompt["max_logits"])
+        largest = max(largest, float(np.abs(chosen).max()), float(np.abs(highest).max()))
+    with capsys.disabled():
+        print(f"\nSmolLM2: largest logit difference {largest:.1e}")
+    assert largest < LARGEST_LOGIT_DIFFERENCE

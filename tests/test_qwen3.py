@@ -1,0 +1,26 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from model_steps import Runner, assert_equals_transformers, prefill
+from tiny_models import tiny_qwen3
+
+from jaxvllm.models.loader import load_model
+
+EXPECTED = json.loads((Path(__file__).parent / "data/expected_tiny.json").read_text())
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_window"])
+def test_qwen3_gives_transformers_tokens_and_logits(case, tmp_path):
+    _, model = load_model(tiny_qwen3(tmp_path, **EXPECTED[case]["overrides"]))
+    assert_equals_transformers(model, EXPECTED[case])
+
+
+def test_chunks_and_decode_steps_give_the_logits_of_one_prefill_across_the_window(tmp_path):
+    _, model = load_model(tiny_qwen3(tmp_path, **EXPECTED["qwen3_window"]["overrides"]))
+    prompt = EXPECTED["qwen3_window"]["prompts"][4]["prompt_token_ids"]
+    runner = Runner(model, 1, len(prompt))
+    parts = [runner.step([chunk])[0] for chunk in (prompt[:23], prompt[23:25], prompt[25:-1])]
+    parts.append(runner.step([prompt[-1:]], decode_only=True)[0])
+    np.testing.assert_allclose(np.concatenate(parts), prefill(model, [prompt])[0], rtol=0, atol=1e-4)
