@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
@@ -71,3 +72,23 @@ def scores_in_base_2(s: jax.Array, scale: float, logits_soft_cap: float | None) 
     # tanh(y) = 1 - 2 / (e^2y + 1): its error near 0 is absolute and tiny, and overflow gives exactly 1
     doubled = jnp.exp2(s * (2 * scale * LOG2E / logits_soft_cap))
     return 1 - 2 / (doubled + 1), logits_soft_cap * LOG2E
+
+
+def product(a, b) -> jax.Array:
+    """Returns a @ b in float32, both operands in shared memory, complete when it returns."""
+
+    def multiply(acc_ref):
+        plgpu.wgmma(acc_ref, a, b)
+        return acc_ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def add_product(acc: jax.Array, a, b, *, interpreted: bool) -> jax.Array:
+    """Returns acc + a @ b, in place of acc where registers are scarce.
+
+    Interpret mode has no accumulator with a beginning, so there the product is added: all that differs.
+    """
+    if interpreted:
+        return acc + product(a, b)
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(acc))

@@ -28,8 +28,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxvllm.kernels import gpu_common as gpu
 from jaxvllm.kernels.gpu_common import MASKED, NO_MAXIMUM, WGMMA
 
-_SLOTS_BYTES = 98_304  # of copies in flight per worker: two workers fit a multiprocessor at H = 128
-_MAX_SLOTS = 4
+_SLOTS_BYTES = (98_304, 196_608)  # of the ring, so that two workers fit a multiprocessor, or else one
+_SLOTS = (3, 4)  # at least, at most
 _COMBINE_UNROLL = 4  # parts loaded together: their latencies overlap
 
 
@@ -221,14 +221,10 @@ def _blocks_of_tile(item, flat, pool_ref, tables_ref, lens_ref, seq_ids_ref, sta
 def _attend_tile(state, kv_smem, q_smem, p_smem, position, low, context, config: DecodeConfig):
     """Folds the tile that starts at `position` into (acc, m, l), m in base 2 and scaled."""
     acc, m, l = state
-    tile, (cols, head_dim) = config.tile, q_smem.shape
+    tile, head_dim = config.tile, q_smem.shape[1]
     k_smem, v_smem = kv_smem.at[:, pl.ds(0, head_dim)], kv_smem.at[:, pl.ds(head_dim, head_dim)]
 
-    def scores(s_ref):
-        plgpu.wgmma(s_ref, k_smem, gpu.transposed(q_smem))
-        return s_ref[...]
-
-    s = pl.run_scoped(scores, plgpu.ACC((tile, cols), jnp.float32))
+    s = gpu.product(k_smem, gpu.transposed(q_smem))
     s, factor = gpu.scores_in_base_2(s, config.scale, config.logits_soft_cap)
     whole = (position + tile <= context) & (position >= low)
     s = lax.cond(
@@ -241,13 +237,8 @@ def _attend_tile(state, kv_smem, q_smem, p_smem, position, low, context, config:
     gpu.store_transposed(p_smem, p.astype(p_smem.dtype))
     plgpu.commit_smem()  # p, and V where it was masked, become visible to wgmma
 
-    def values(pv_ref):
-        plgpu.wgmma(pv_ref, gpu.transposed(v_smem), gpu.transposed(p_smem))
-        return pv_ref[...]
-
-    # a fresh accumulator: interpret mode knows no other kind, and the sum below is one FMA per element,
-    # where rescaling alone would be one multiplication
-    pv = pl.run_scoped(values, plgpu.ACC((head_dim, cols), jnp.float32))
+    # a fresh accumulator: the sum below is one FMA per element, where rescaling alone would be one multiplication
+    pv = gpu.product(gpu.transposed(v_smem), gpu.transposed(p_smem))
     return acc * lax.broadcast_in_dim(alpha, acc.shape, [1]) + pv, m_new, l
 
 
@@ -332,7 +323,8 @@ def decode(
     group = N // K
     cols = 8 * pl.cdiv(group, 8)
     slot_bytes = tile * 2 * H * pool.dtype.itemsize
-    slots = max(2, min(_MAX_SLOTS, _SLOTS_BYTES // slot_bytes))
+    budget = _SLOTS_BYTES[0 if _SLOTS[0] * slot_bytes <= _SLOTS_BYTES[0] else 1]
+    slots = min(_SLOTS[1], budget // slot_bytes)
     if num_workers is None:
         block_bytes = slots * slot_bytes + cols * (H + tile) * 2 + 4096  # barriers, alignment, the system's
         per_multiprocessor = max(1, chip.smem_per_multiprocessor_bytes // block_bytes)

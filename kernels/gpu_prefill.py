@@ -35,6 +35,7 @@ class PrefillConfig(NamedTuple):
     scale: float
     sliding_window: int | None
     logits_soft_cap: float | None
+    interpreted: bool
 
     @property
     def rows(self) -> int:
@@ -227,11 +228,7 @@ def _attend_tile(
     tile, head_dim = config.tile, q_smem.shape[1]
     k_smem, v_smem = kv_smem.at[:, pl.ds(0, head_dim)], kv_smem.at[:, pl.ds(head_dim, head_dim)]
 
-    def scores(s_ref):
-        plgpu.wgmma(s_ref, q_smem, gpu.transposed(k_smem))
-        return s_ref[...]
-
-    s = pl.run_scoped(scores, plgpu.ACC((ROWS, tile), jnp.float32))
+    s = gpu.product(q_smem, gpu.transposed(k_smem))
     s, factor = gpu.scores_in_base_2(s, config.scale, config.logits_soft_cap)
     base = t * tile
     s = lax.cond(
@@ -251,8 +248,7 @@ def _attend_tile(
     plgpu.commit_smem()
 
     acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-    acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, p_smem, v_smem))(plgpu.ACC.init(acc))
-    return acc, m_new, l
+    return gpu.add_product(acc, p_smem, v_smem, interpreted=config.interpreted), m_new, l
 
 
 def _all_visible(base, first_token, segment: Segment, config: PrefillConfig):
@@ -317,10 +313,13 @@ def prefill(
     slots = 3 if H == 64 else 2
     tokens = query_tokens(group)
     num_tiles = pl.cdiv(T, tokens)
-    config = PrefillConfig(group, P, tile, slots, float(scale), sliding_window, logits_soft_cap)
+    config = PrefillConfig(
+        group, P, tile, slots, float(scale), sliding_window, logits_soft_cap, bool(interpret)
+    )
     begins = jnp.arange(num_tiles, dtype=jnp.int32)[:, None] * tokens
     first = jnp.sum(cu_seqlens_q[None, 1:] <= begins, axis=1, dtype=jnp.int32)
-    last = jnp.sum(cu_seqlens_q[None, :-1] < jnp.minimum(begins + tokens, cu_seqlens_q[-1]), axis=1, dtype=jnp.int32)
+    ends = jnp.minimum(begins + tokens, cu_seqlens_q[-1])
+    last = jnp.sum(cu_seqlens_q[None, :-1] < ends, axis=1, dtype=jnp.int32)
     padded = num_tiles * tokens
     out = plgpu.kernel(
         functools.partial(_prefill_kernel, config=config),
