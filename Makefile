@@ -18,8 +18,9 @@ help: ## show this list
 demo: $(VENV)/installed-base ## a small real model answers a question
 	$(PY) -m jaxvllm demo
 
+# Two workers with half of the tests each, in order, so that a module's fixtures are mostly made once.
 test: $(VENV)/installed-test ## the tests that take seconds
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow" -n 2 --dist worksteal
 
 lint: $(VENV)/installed-dev ## style, formatting and types
 	$(VENV)/bin/ruff check

@@ -1,12 +1,16 @@
 """Every limit of an engine, checked once."""
 
 import difflib
-from collections.abc import Collection
+import tomllib
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackend = Literal["auto", "xla", "tpu", "gpu"]
+
+PRESETS = Path(__file__).parent / "configs"
 
 _SMALLEST_TOKEN_BUCKET = 16
 _SMALLEST_SEQ_BUCKET = 2  # XLA compiles a product with one row as a plain loop on the CPU: two rows are faster
@@ -50,12 +54,7 @@ class EngineConfig:
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> Self:
         """Builds a config from keyword options; a name that is none of ours is refused with the nearest one."""
-        names = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}."
-                raise ValueError(f"unknown option {name!r}: {hint}")
+        _check_names(options)
         return cls(model=model, **options)
 
     @property
@@ -118,6 +117,25 @@ class EngineConfig:
                 raise ValueError(f"{name}={buckets} is not a rising sequence of positive whole numbers.")
             if buckets and buckets[-1] < limit:
                 raise ValueError(f"{name}={buckets} ends below {limit_name}={limit}: no bucket holds the largest step.")
+
+
+def read_preset(path: Path) -> dict[str, Any]:
+    """Reads options from a TOML file such as those in `configs`. Raises `ValueError` naming the file."""
+    try:
+        options = tomllib.loads(path.read_text(encoding="utf-8"))
+        _check_names(options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"preset {path}: {error}") from error
+    return options
+
+
+def _check_names(names: Iterable[str]):
+    known = [field.name for field in fields(EngineConfig)]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}."
+            raise ValueError(f"unknown option {name!r}: {hint}")
 
 
 def _is_int(value: object) -> bool:

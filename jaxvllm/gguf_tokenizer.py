@@ -4,7 +4,6 @@ Two kinds of vocabulary are known: "gpt2" (byte-level BPE; `tokenizer.ggml.pre` 
 merging) and "llama" (SentencePiece BPE: in place of merges a score per token, and a token for every byte).
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -43,16 +42,15 @@ _BEGINS_BY_DEFAULT = _WHOLE_WORDS_FIRST  # files that do not say so still start 
 _NORMALIZES = ("qwen2",)  # to NFC, as Qwen's own tokenizer.json does
 
 
-def load_gguf_tokenizer(path: Path) -> tuple["PreTrainedTokenizerFast", frozenset[int]]:
+def load_gguf_tokenizer(file: GGUFFile) -> tuple["PreTrainedTokenizerFast", frozenset[int]]:
     """Returns the tokenizer of a GGUF file and the ids that end a text.
 
     Raises `ValueError` naming the file when its vocabulary is missing, contradicts itself or is not known.
     """
-    metadata = GGUFFile(path).metadata
     try:
-        return _Builder(metadata).build()
+        return _Builder(file.metadata).build()
     except Exception as error:  # the tokenizers library raises bare exceptions
-        raise ValueError(f"{path}: its tokenizer cannot be built: {error}") from error
+        raise ValueError(f"{file.path}: its tokenizer cannot be built: {error}") from error
 
 
 class _Builder:

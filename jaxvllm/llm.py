@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.llm_engine import EngineStats, LLMEngine, StepResult
 from jaxvllm.engine.sequence import Sequence as EngineSequence
-from jaxvllm.models.loader import resolve_path
+from jaxvllm.models.loader import open_checkpoint, resolve_path
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import Detokenizer, load_tokenizer
@@ -27,9 +27,9 @@ class LLM:
 
     def __init__(self, model: str, *, use_tqdm: bool = True, **options: Any):
         config = EngineConfig.from_options(str(model), options)
-        path = resolve_path(config.model)
-        self.tokenizer = load_tokenizer(path)
-        self.engine = LLMEngine(config, path, self.tokenizer.eos_token_ids, use_tqdm=use_tqdm)
+        checkpoint = open_checkpoint(resolve_path(config.model))
+        self.tokenizer = load_tokenizer(checkpoint)
+        self.engine = LLMEngine(config, checkpoint, self.tokenizer.eos_token_ids, use_tqdm=use_tqdm)
         self._undelivered: list[RequestOutput] = []  # requests of add_request that ended inside a generate call
 
     @property
@@ -75,7 +75,7 @@ class LLM:
         """
         if not messages:
             raise ValueError("messages is empty: give at least one message.")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -167,14 +167,14 @@ class LLM:
         )
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_prompts(prompts: object) -> list[Prompt]:
     """One prompt (text, or a list of ids) becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (Sequence, np.ndarray)):
         raise ValueError(f"prompts={prompts!r}: a prompt is text or a list of token ids, prompts are a list of them.")
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
-        return [prompts]
+        prompts = [prompts]
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, (str, Sequence, np.ndarray)):
             raise ValueError(f"prompt {i} is {prompt!r}: a prompt is text or a list of token ids.")

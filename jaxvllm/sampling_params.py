@@ -1,6 +1,7 @@
 """What one request asks of the sampler."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 _SEED_LIMIT = 2**64
@@ -27,7 +28,7 @@ class SamplingParams:
     top_p: float = 1.0  # keep the smallest set of tokens whose probabilities reach top_p
     min_p: float = 0.0  # keep tokens at least min_p times as likely as the most likely one
     min_tokens: int = 0  # no end id or stop id before this many new tokens
-    stop_token_ids: tuple[int, ...] = ()  # end the request beside the model's own end ids, ignore_eos or not
+    stop_token_ids: Sequence[int] = ()  # end the request beside the model's own end ids, ignore_eos or not
     seed: int | None = None  # None: derived from the engine's seed and the request's number
 
     def __post_init__(self):

@@ -6,27 +6,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxvllm.gguf_tokenizer import load_gguf_tokenizer
 from jaxvllm.models.config import import_transformers
+from jaxvllm.models.gguf import GGUFFile
+from jaxvllm.models.loader import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_tokenizer(path: Path) -> "Tokenizer":
+def load_tokenizer(source: Path | Checkpoint) -> "Tokenizer":
     """Returns the tokenizer of a checkpoint: a Hugging Face folder or a GGUF file. Never touches the network.
 
-    Raises `ValueError` naming the path when it holds no tokenizer that can be read and is supported,
-    `FileNotFoundError` when nothing is there.
+    A GGUF file takes seconds to open: give the open one where there is one. Raises `ValueError` naming the path when
+    it holds no tokenizer that can be read and is supported, or nothing is there.
     """
-    if path.is_dir():
-        return Tokenizer(_load_folder(path), name=str(path))
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file or folder, so no tokenizer to load.")
-
-    from jaxvllm.gguf_tokenizer import load_gguf_tokenizer
-
-    tokenizer, eos_token_ids = load_gguf_tokenizer(path)
-    return Tokenizer(tokenizer, name=str(path), eos_token_ids=eos_token_ids)
+    checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
+    name = str(checkpoint.path)
+    if isinstance(checkpoint, GGUFFile):
+        tokenizer, eos_token_ids = load_gguf_tokenizer(checkpoint)
+        return Tokenizer(tokenizer, name=name, eos_token_ids=eos_token_ids)
+    return Tokenizer(_load_folder(checkpoint.path), name=name)
 
 
 class Tokenizer:

@@ -65,11 +65,14 @@ def write(
 
     In place where the pool is donated. Indexed by block and offset: one flat index would overflow int32.
     """
-    P = pool.shape[2]
-    padding = ((0, 0), (0, 0), (0, pool.shape[3] // 2 - k.shape[2]))
-    rows = jnp.concatenate([jnp.pad(k, padding), jnp.pad(v, padding)], axis=-1).astype(pool.dtype)
-    # a negative index would count from the end, and a padding token overwrite a live block
-    return pool.at[slot_mapping // P, :, slot_mapping % P].set(rows, mode="drop", wrap_negative_indices=False)
+    P, Hp = pool.shape[2], pool.shape[3] // 2
+    block, offset = slot_mapping // P, slot_mapping % P
+    # one half, then the other: rows of both at once would be a copy of k and v
+    for lanes, new in ((slice(0, Hp), k), (slice(Hp, None), v)):
+        new = jnp.pad(new, ((0, 0), (0, 0), (0, Hp - new.shape[2]))).astype(pool.dtype)
+        # a negative index would count from the end, and a padding token overwrite a live block
+        pool = pool.at[block, :, offset, lanes].set(new, mode="drop", wrap_negative_indices=False)
+    return pool
 
 
 def read(

@@ -66,9 +66,7 @@ def write(
     T, K = slot_mapping.shape[0], pool.shape[1]
     for name, x in (("k", k), ("v", v)):
         if x.ndim != 3 or x.shape[:2] != (T, K) or x.shape != k.shape:
-            raise ValueError(
-                f"{name} is {x.shape}: needs [{T}, {K}, H], as slot_mapping and the pool have it."
-            )
+            raise ValueError(f"{name} is {x.shape}: needs [{T}, {K}, H], as slot_mapping and the pool have it.")
     _check_integers("slot_mapping", slot_mapping, (T,))
     return body.write(pool, k, v, slot_mapping)
 
@@ -133,8 +131,7 @@ def attend(
 def _require_body(backend: str):
     if backend not in _BODIES:
         raise ValueError(
-            f"attention_backend={backend!r} has no kernel in this version: "
-            f"use one of auto, {', '.join(_BODIES)}."
+            f"attention_backend={backend!r} has no kernel in this version: use one of auto, {', '.join(_BODIES)}."
         )
 
 
@@ -163,8 +160,6 @@ def _check_options(scale: float, sliding_window: int | None, logits_soft_cap: fl
     if not scale > 0:
         raise ValueError(f"scale={scale} is not positive: it is usually head_dim ** -0.5.")
     if sliding_window is not None and sliding_window < 1:
-        raise ValueError(
-            f"sliding_window={sliding_window} is below 1: a token sees itself. None is no window."
-        )
+        raise ValueError(f"sliding_window={sliding_window} is below 1: a token sees itself. None is no window.")
     if logits_soft_cap is not None and not logits_soft_cap > 0:
         raise ValueError(f"logits_soft_cap={logits_soft_cap} is not positive: None is no cap.")

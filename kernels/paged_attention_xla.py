@@ -111,7 +111,7 @@ def _decode(
         return jnp.where(chunk_is_done, j + 1, j), jnp.where(chunk_is_done, 0, row), softmax
 
     # the first chunk shrinks whatever stands here to nothing; zeros would be made for all layers of a step at once
-    softmax = _empty_softmax(num_rows, K, N // K, H)._replace(weighted=queries.astype(jnp.float32))
+    softmax = _empty_softmax(queries)._replace(weighted=queries.astype(jnp.float32))
     longest = jnp.max(num_chunks)
     carry = (jnp.int32(0), jnp.int32(0), softmax)
     softmax = lax.while_loop(lambda carry: carry[0] < longest, step, carry)[2]
@@ -145,59 +145,86 @@ def _ragged(
     """
     T, N, H = q.shape
     _, K, P, _ = pool.shape
-    S = block_tables.shape[0]
     G = N // K
     tile = min(_QUERY_TILE, T)
     C = max(1, _CHUNK_TOKENS // P)
-    num_tiles = -(-T // tile)
-
-    # per row: its sequence and position; a row of padding has position -1 and sees nothing
-    row = jnp.arange(num_tiles * tile)
-    end_row = first_row + num_new
-    row_seq = jnp.minimum(jnp.sum(row[:, None] >= end_row, axis=1), S - 1)
-    new = (row >= first_row[row_seq]) & (row < end_row[row_seq])
-    row_position = jnp.where(new, (context_lens - end_row)[row_seq] + row, -1)
-
-    # per tile and sequence: the blocks from the first that its rows see to the last
-    tile_start = jnp.arange(num_tiles)[:, None] * tile
-    begin, end = jnp.maximum(first_row, tile_start), jnp.minimum(end_row, tile_start + tile)
-    shift = context_lens - end_row
-    first_block = lax.div(_lowest_visible(begin + shift, options), P)
-    num_blocks = jnp.where(begin < end, lax.div(end + shift + (P - 1), P) - first_block, 0)
-    end_block = jnp.cumsum(num_blocks, axis=1)  # [num_tiles, S]
-    shift_block = first_block - (end_block - num_blocks)
-
-    # each tile's answer takes the place of its queries: a buffer of zeros to fill would be made for all layers at once
-    rows_left = jnp.pad(q, ((0, num_tiles * tile - T), (0, 0), (0, 0)))
-    rows_left = jnp.where(new[:, None, None], rows_left, 0)
+    padding = -T % tile
+    plan = _plan_tiles((T + padding) // tile, tile, P, context_lens, first_row, num_new, options)
 
     def attend_tile(i, out):
         def rows_of(x):
             return lax.dynamic_slice_in_dim(x, i * tile, tile)
 
-        seq, position = rows_of(row_seq)[:, None], rows_of(row_position)[:, None]
-        tile_q = rows_of(out).reshape(tile, K, G, H).transpose(1, 2, 0, 3).reshape(1, K, G * tile, H)
-        tile_q = tile_q.astype(pool.dtype)
+        seq, position = rows_of(plan.row_seq)[:, None], rows_of(plan.row_position)[:, None]
+        queries = rows_of(out).reshape(tile, K, G, H).transpose(1, 2, 0, 3).reshape(1, K, G * tile, H)
+        queries = queries.astype(pool.dtype)
 
         def step(j, softmax):
             entry = j * C + jnp.arange(C)
-            key_seq = jnp.sum(entry[:, None] >= end_block[i], axis=1)  # S past the last block
-            block = entry + shift_block.at[i, key_seq].get(mode="clip")
+            key_seq = jnp.sum(entry[:, None] >= plan.end_block[i], axis=1)  # S past the tile's last block
+            block = entry + plan.block_shift.at[i, key_seq].get(mode="clip")
             ids = block_tables.at[key_seq, block].get(mode="clip")
             key_position = (block[:, None] * P + jnp.arange(P)).reshape(C * P)
             visible = (jnp.repeat(key_seq, P) == seq) & (key_position <= position)
             visible &= key_position >= _lowest_visible(position, options)
+            live = visible.any(axis=0)
             return _attend_chunk(
-                tile_q, pool, ids[None], jnp.tile(visible, (G, 1))[None], visible.any(0)[None], softmax, options
+                queries, pool, ids[None], jnp.tile(visible, (G, 1))[None], live[None], softmax, options
             )
 
-        num_chunks = lax.div(end_block[i, -1] + (C - 1), C)
-        softmax = lax.fori_loop(0, num_chunks, step, _empty_softmax(1, K, G * tile, H))
+        num_chunks = lax.div(plan.end_block[i, -1] + (C - 1), C)
+        softmax = lax.fori_loop(0, num_chunks, step, _empty_softmax(queries))
         answer = _finish(softmax).astype(q.dtype).reshape(K, G, tile, H).transpose(2, 0, 1, 3)
         return lax.dynamic_update_slice_in_dim(out, answer.reshape(tile, N, H), i * tile, 0)
 
-    live_tiles = lax.div(jnp.max(end_row) + (tile - 1), tile)
-    return lax.fori_loop(0, live_tiles, attend_tile, rows_left)[:T]
+    # each tile's answer takes the place of its queries: a buffer of zeros to fill would be made for all layers at once
+    out = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
+    out = jnp.where(plan.row_position[:, None, None] >= 0, out, 0)
+    return lax.fori_loop(0, plan.num_live_tiles, attend_tile, out)[:T]
+
+
+class _TilePlan(NamedTuple):
+    """Which sequence and position each row has, and which blocks each tile reads: the same for all layers of a step.
+
+    The blocks of tile i are numbered through its sequences: number e belongs to the first sequence s with
+    `end_block[i, s] > e`, and is entry `e + block_shift[i, s]` of its block table.
+    """
+
+    row_seq: Int32[Array, " rows"]
+    row_position: Int32[Array, " rows"]  # padding: -1, which sees nothing
+    end_block: Int32[Array, "tiles S"]
+    block_shift: Int32[Array, "tiles S"]
+    num_live_tiles: Int32[Array, ""]
+
+
+def _plan_tiles(
+    num_tiles: int,
+    tile: int,
+    P: int,
+    context_lens: Int32[Array, " S"],
+    first_row: Int32[Array, " S"],
+    num_new: Int32[Array, " S"],
+    options: _Options,
+) -> _TilePlan:
+    """Plans tiles of `tile` rows: a sequence's part in a tile reads from its first row's lowest key to its last row."""
+    row = jnp.arange(num_tiles * tile)
+    end_row = first_row + num_new
+    position_shift = context_lens - end_row
+    row_seq = jnp.minimum(jnp.sum(row[:, None] >= end_row, axis=1), end_row.shape[0] - 1)
+    is_new = (row >= first_row[row_seq]) & (row < end_row[row_seq])
+
+    tile_start = jnp.arange(num_tiles)[:, None] * tile
+    begin, end = jnp.maximum(first_row, tile_start), jnp.minimum(end_row, tile_start + tile)
+    first_block = lax.div(_lowest_visible(begin + position_shift, options), P)
+    num_blocks = jnp.where(begin < end, lax.div(end + position_shift + (P - 1), P) - first_block, 0)
+    end_block = jnp.cumsum(num_blocks, axis=1)
+    return _TilePlan(
+        row_seq=row_seq,
+        row_position=jnp.where(is_new, row + position_shift[row_seq], -1),
+        end_block=end_block,
+        block_shift=first_block - (end_block - num_blocks),
+        num_live_tiles=lax.div(jnp.max(end_row) + (tile - 1), tile),
+    )
 
 
 def _attend_chunk(
@@ -259,8 +286,10 @@ def _lowest_visible(position: Int32[Array, "..."], options: _Options) -> Int32[A
     return jnp.maximum(position - (options.sliding_window - 1), 0)
 
 
-def _empty_softmax(R: int, K: int, G: int, H: int) -> _Softmax:
-    return _Softmax(jnp.full((R, K, G, 1), _NO_MAXIMUM), jnp.zeros((R, K, G, 1)), jnp.zeros((R, K, G, H)))
+def _empty_softmax(q: Float[Array, "R K G H"]) -> _Softmax:
+    """Returns the softmax of no keys yet; made from q, so that under shard_map it varies over the mesh as q does."""
+    weighted = jnp.zeros_like(q, jnp.float32)
+    return _Softmax(jnp.full_like(weighted[..., :1], _NO_MAXIMUM), weighted[..., :1], weighted)
 
 
 def _finish(softmax: _Softmax) -> Float[Array, "R K G H"]:

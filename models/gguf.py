@@ -1,47 +1,20 @@
 """A GGUF file: its metadata, its tensors under Hugging Face's names and in Hugging Face's order of rows."""
 
-import mmap
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFValueType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.rope import RopeConfig
 
-_VERSIONS = (2, 3)
 _MODEL_TYPES = {"llama": "llama", "qwen3": "qwen3"}  # general.architecture: Hugging Face's model_type
 _PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp reorders for its own rotary kernel
 _ROPE_DIVISORS = "rope_freqs.weight"  # holds Llama 3's rotary scaling, which the metadata does not name
-_SCALARS = {  # how struct reads a value
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT64: "d",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
-    """Where one tensor lies."""
-
-    shape: tuple[int, ...]  # outermost axis first, as numpy has it; GGUF writes it the other way round
-    kind: GGMLQuantizationType
-    offset: int  # bytes from the start of the file
-    num_bytes: int
 
 
 class GGUFFile:
@@ -53,8 +26,10 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self.path = path
-        # Not gguf's own reader: it makes several numpy arrays for each entry of the vocabulary, which takes seconds.
-        self.metadata, self._entries = _read_header(path)
+        reader = _open(path)
+        fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+        self.metadata = {name: _value(field) for name, field in fields.items()}
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -66,7 +41,7 @@ class GGUFFile:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor that stands for a weight, under its stored name."""
-        return {name: entry.shape for name, entry in self._entries.items() if name != _ROPE_DIVISORS}
+        return {name: self._shape(name) for name in self._tensors if name != _ROPE_DIVISORS}
 
     def stored_name(self, hf_name: str) -> str:
         """Returns the name a Hugging Face tensor has in the file."""
@@ -74,20 +49,13 @@ class GGUFFile:
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor: dequantised to float32, rows in Hugging Face's order."""
-        entry = self._entries[name]
-        raw = np.fromfile(self.path, np.uint8, count=entry.num_bytes, offset=entry.offset)
-        if entry.kind == GGMLQuantizationType.F32:
-            values = raw.view(np.float32)
-        elif entry.kind == GGMLQuantizationType.F16:
-            values = raw.view(np.float16)
-        else:
-            try:
-                values = gguf.dequantize(raw.reshape(*entry.shape[:-1], -1), entry.kind)
-            except NotImplementedError as error:
-                raise ValueError(
-                    f"{self.path}: {name!r} is {entry.kind.name}, which gguf cannot dequantise."
-                ) from error
-        values = values.reshape(entry.shape)
+        tensor = self._tensors[name]
+        try:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise ValueError(f"{self.path}: {name!r} is {kind}, which gguf cannot dequantise.") from error
+        values = np.array(values).reshape(self._shape(name))  # a copy: the file's own memory map must not be kept
         if self._arch in _PERMUTED and (num_heads := self._permuted_heads(name)):
             values = unpermute(values, num_heads)
         return values
@@ -132,9 +100,9 @@ class GGUFFile:
             num_kv_heads=self._optional("attention.head_count_kv", num_heads),
             head_dim=head_dim,
             rms_norm_eps=self._value("attention.layer_norm_rms_epsilon"),
-            tie_word_embeddings="output.weight" not in self._entries,
-            attention_bias="blk.0.attn_q.bias" in self._entries,
-            mlp_bias="blk.0.ffn_gate.bias" in self._entries,
+            tie_word_embeddings="output.weight" not in self._tensors,
+            attention_bias="blk.0.attn_q.bias" in self._tensors,
+            mlp_bias="blk.0.ffn_gate.bias" in self._tensors,
             max_position_embeddings=self._value("context_length"),
             rope=self._read_rope(),
             sliding_windows=(None,) * num_layers,
@@ -149,7 +117,7 @@ class GGUFFile:
     def _read_rope(self) -> RopeConfig:
         kind = self._optional("rope.scaling.type", "none")
         theta = self._optional("rope.freq_base", 10000.0)  # the format's own default
-        if _ROPE_DIVISORS in self._entries:
+        if _ROPE_DIVISORS in self._tensors:
             return RopeConfig(rope_type="divisors", theta=theta, divisors=tuple(self.read(_ROPE_DIVISORS).tolist()))
         if kind == "none":
             return RopeConfig(rope_type="default", theta=theta)
@@ -157,7 +125,7 @@ class GGUFFile:
 
     def _dtype(self) -> str:
         """Returns what the matrices are stored in; bfloat16 for what is quantised."""
-        kinds = {entry.kind for entry in self._entries.values() if len(entry.shape) > 1}
+        kinds = {tensor.tensor_type for tensor in self._tensors.values() if len(tensor.shape) > 1}
         if kinds == {GGMLQuantizationType.F32}:
             return "float32"
         return "float16" if kinds <= {GGMLQuantizationType.F16, GGMLQuantizationType.F32} else "bfloat16"
@@ -176,9 +144,9 @@ class GGUFFile:
         return value
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._entries:
+        if name not in self._tensors:
             raise ValueError(f"the tensor {name!r} is missing.")
-        return self._entries[name].shape
+        return tuple(reversed(self._tensors[name].shape.tolist()))  # GGUF writes the innermost axis first
 
 
 def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
@@ -187,88 +155,21 @@ def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
-class _Cursor:
-    """Reads values one after the other; struct refuses to read past the end."""
-
-    def __init__(self, data: mmap.mmap):
-        self.data = data
-        self.at = 0
-
-    def take(self, form: str) -> Any:
-        (value,) = struct.unpack_from("<" + form, self.data, self.at)
-        self.at += struct.calcsize("<" + form)
-        return value
-
-    def text(self) -> str:
-        length = self.take("Q")
-        # Some vocabularies hold pieces of characters: the bytes that are no UTF-8 must not stop the reading.
-        return self.take(f"{length}s").decode("utf-8", errors="surrogateescape")
-
-    def value(self, kind: GGUFValueType) -> Any:
-        if kind == GGUFValueType.STRING:
-            return self.text()
-        if kind != GGUFValueType.ARRAY:
-            return self.take(_SCALARS[kind])
-        kind, count = GGUFValueType(self.take("I")), self.take("Q")
-        if kind in _SCALARS:
-            form = f"<{count}{_SCALARS[kind]}"
-            values = list(struct.unpack_from(form, self.data, self.at))
-            self.at += struct.calcsize(form)
-            return values
-        return [self.value(kind) for _ in range(count)]
-
-    def tensor(self) -> tuple[str, _Entry]:
-        """Reads a tensor's name and place, the offset still from the start of the data."""
-        name = self.text()
-        shape = tuple(reversed([self.take("Q") for _ in range(self.take("I"))]))
-        number = self.take("I")
-        try:
-            kind = GGMLQuantizationType(number)
-        except ValueError as error:
-            raise ValueError(f"{name!r} has the unknown quantisation type {number}.") from error
-        block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        num_elements = int(np.prod(shape, dtype=np.int64))
-        if shape and shape[-1] % block_size:
-            raise ValueError(f"{name!r} has rows of {shape[-1]}, no multiple of the {block_size} of {kind.name}.")
-        num_bytes = num_elements // block_size * block_bytes
-        return name, _Entry(shape=shape, kind=kind, offset=self.take("Q"), num_bytes=num_bytes)
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, _Entry]]:
-    """Returns the metadata and the tensors' places, checked against the file's size."""
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        if stream.read(4) != b"GGUF":
+def _open(path: Path) -> GGUFReader:
+    """Opens a file with gguf's reader, which takes seconds for a large vocabulary: open a file once."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
             raise ValueError(f"{path} is not a GGUF file: it does not begin with 'GGUF'.")
-        try:
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                metadata, entries = _parse(_Cursor(data))
-        except (struct.error, OverflowError, MemoryError) as error:
-            raise ValueError(f"{path} is truncated or broken: its header runs past its {size} bytes.") from error
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{path}: {error}") from error
-    for name, entry in entries.items():
-        if entry.offset + entry.num_bytes > size:
-            raise ValueError(
-                f"{path} is truncated: {size} bytes, but {name!r} ends at {entry.offset + entry.num_bytes}. "
-                "Is the download complete?"
-            )
-    return metadata, entries
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        raise ValueError(f"{path} is truncated, broken or of an unknown kind ({error}).") from error
 
 
-def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, _Entry]]:
-    cursor.take("I")  # the magic, already seen
-    if (version := cursor.take("I")) not in _VERSIONS:
-        raise ValueError(f"GGUF version {version} is none of {_VERSIONS}; a huge one means a big-endian file.")
-    num_tensors, num_keys = cursor.take("Q"), cursor.take("Q")
-    metadata: dict[str, Any] = {}
-    for _ in range(num_keys):
-        key = cursor.text()
-        metadata[key] = cursor.value(GGUFValueType(cursor.take("I")))
-    entries = dict(cursor.tensor() for _ in range(num_tensors))
-    alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
-    start = -(-cursor.at // alignment) * alignment
-    return metadata, {
-        name: _Entry(shape=e.shape, kind=e.kind, offset=start + e.offset, num_bytes=e.num_bytes)
-        for name, e in entries.items()
-    }
+def _value(field: ReaderField) -> Any:
+    """Returns a value of the metadata: int, float, bool, str, or a list of these."""
+    if field.types[-1] != GGUFValueType.STRING:
+        return field.contents()
+    # Some vocabularies hold pieces of characters, which gguf's own conversion to text refuses.
+    texts = [bytes(field.parts[i]).decode("utf-8", errors="surrogateescape") for i in field.data]
+    return texts if field.types[0] == GGUFValueType.ARRAY else texts[0]

@@ -12,26 +12,47 @@ from jaxvllm.kernels.paged_attention import AttentionBatch
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.rope import rotary_angles, rotate
 
+# Up to so many rows the CPU multiplies float32 two to three times faster with the weight on the left, where XLA's
+# library reads it as it lies. Not so in bfloat16: there CPUs without matrix units fall into a plain loop.
+_FEW_ROWS = 64
+
 
 def linear(
-    x: Float[Array, "*rows inputs"],
+    x: Float[Array, "rows inputs"],
     weight: Float[Array, "outputs inputs"],
     bias: Float[Array, " outputs"] | None = None,
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
-) -> Float[Array, "*rows outputs"]:
+) -> Float[Array, "rows outputs"]:
     """Every product of activations and weights: x @ weight.T + bias, summed in float32, in x's dtype by default.
 
     float32 stays float32: the accelerators' default would round its inputs to bfloat16 or TF32.
     """
-    y = jax.lax.dot_general(
-        x,
-        weight,
-        (((x.ndim - 1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=out_dtype or x.dtype,
-    )
+    product = partial(_product, out_dtype=jnp.dtype(out_dtype or x.dtype))
+    if x.dtype == jnp.float32 and x.shape[0] <= _FEW_ROWS:
+        y = jax.lax.platform_dependent(x, weight, cpu=partial(product, weight_first=True), default=product)
+    else:
+        y = product(x, weight)
     return y if bias is None else y + bias
+
+
+def _product(
+    x: Float[Array, "rows inputs"],
+    weight: Float[Array, "outputs inputs"],
+    *,
+    out_dtype: jnp.dtype,
+    weight_first: bool = False,
+) -> Float[Array, "rows outputs"]:
+    left, right = (weight, x) if weight_first else (x, weight)
+    y = jax.lax.dot_general(
+        left,
+        right,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=out_dtype,
+    )
+    # Without the barrier XLA would put the operands back into one order, whichever was asked for.
+    return jax.lax.optimization_barrier(y).T if weight_first else y
 
 
 class Linear(nnx.Module):

@@ -67,13 +67,15 @@ def read_config(path: Path) -> ModelConfig:
     return open_checkpoint(path).config
 
 
-def load_model(path: Path, dtype: str = "auto", sharding: ShardingRule | None = None) -> tuple[ModelConfig, Decoder]:
+def load_model(
+    source: Path | Checkpoint, dtype: str = "auto", sharding: ShardingRule | None = None
+) -> tuple[ModelConfig, Decoder]:
     """Loads a checkpoint, one tensor at a time, each straight to where `sharding` says, in `dtype` (auto: its own).
 
     Returns the config, its `dtype` now the one loaded, and the module. On the host, beside the weights themselves
     there are at most two tensors at a time. Raises ValueError naming tensors that are missing, surplus or mis-shaped.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
     config = checkpoint.config
     if dtype != "auto":
         config = dataclasses.replace(config, dtype=dtype)

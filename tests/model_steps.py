@@ -22,42 +22,44 @@ class Runner:
         config = model.config
         self._graphdef, self._weights = nnx.split(model)
         self._lens = [0] * num_seqs
-        self._blocks_per_seq = -(-max_len // BLOCK_SIZE)
-        num_blocks = num_seqs * self._blocks_per_seq
+        blocks_per_seq = -(-max_len // BLOCK_SIZE)
+        num_blocks = num_seqs * blocks_per_seq
         # Blocks in an order of their own, so that a table read wrongly shows.
         order = np.random.RandomState(5).permutation(num_blocks).astype(np.int32)
-        self._tables = order.reshape(num_seqs, self._blocks_per_seq)
+        self._tables = order.reshape(num_seqs, blocks_per_seq)
         shape = kv_cache.pool_shape(num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim, "xla")
-        self._pools = [jnp.asarray(np.full(shape, np.nan, jnp.dtype(config.dtype))) for _ in range(config.num_layers)]
+        self.pools = [jnp.asarray(np.full(shape, np.nan, jnp.dtype(config.dtype))) for _ in range(config.num_layers)]
 
     def step(self, new_tokens: list[list[int]], *, decode_only: bool = False) -> list[np.ndarray]:
         """Appends each sequence's new tokens; returns their logits, float32 [n, V] per sequence."""
+        arguments = self._arguments(new_tokens, decode_only)
+        logits, self.pools = _step(*arguments, decode_only=decode_only)
+        counts = [len(tokens) for tokens in new_tokens]
+        self._lens = [length + count for length, count in zip(self._lens, counts, strict=True)]
+        return np.split(np.asarray(logits)[: sum(counts)], np.cumsum(counts)[:-1])
+
+    def compiled(self, new_tokens: list[list[int]], *, decode_only: bool = False) -> jax.stages.Compiled:
+        """Returns the program that `step` would run."""
+        return _step.lower(*self._arguments(new_tokens, decode_only), decode_only=decode_only).compile()
+
+    def _arguments(self, new_tokens: list[list[int]], decode_only: bool) -> tuple:
         ids, positions, slots = [], [], []
-        for s, tokens in enumerate(new_tokens):
-            at = np.arange(self._lens[s], self._lens[s] + len(tokens))
+        for table, length, tokens in zip(self._tables, self._lens, new_tokens, strict=True):
+            at = np.arange(length, length + len(tokens))
             ids += tokens
             positions += at.tolist()
-            slots += (self._tables[s][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).tolist()
-            self._lens[s] += len(tokens)
-        cu_seqlens_q = np.cumsum([0] + [len(tokens) for tokens in new_tokens])
+            slots += (table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).tolist()
+        counts = [len(tokens) for tokens in new_tokens]
         num_tokens = len(ids) if decode_only else -(-(len(ids) + 1) // _MULTIPLE) * _MULTIPLE
         batch = AttentionBatch(
             slot_mapping=_padded(slots, num_tokens, self._tables.size * BLOCK_SIZE),
             block_tables=jnp.asarray(self._tables),
-            context_lens=_int32(self._lens),
-            cu_seqlens_q=_int32(cu_seqlens_q),
+            context_lens=_int32(np.add(self._lens, counts)),
+            cu_seqlens_q=_int32(np.cumsum([0, *counts])),
             num_seqs=_int32([len(new_tokens)]),
         )
-        logits, self._pools = _step(
-            self._graphdef,
-            self._weights,
-            _padded(ids, num_tokens, 0),
-            _padded(positions, num_tokens, 0),
-            self._pools,
-            batch,
-            decode_only=decode_only,
-        )
-        return np.split(np.asarray(logits)[: len(ids)], cu_seqlens_q[1:-1])
+        ids, positions = _padded(ids, num_tokens, 0), _padded(positions, num_tokens, 0)
+        return self._graphdef, self._weights, ids, positions, self.pools, batch
 
 
 def prefill(model: Decoder, sequences: list[list[int]]) -> list[np.ndarray]:

@@ -36,7 +36,7 @@ def unpack(buffer, bucket):
     }
 
 
-def pack(seqs, bucket, eos=frozenset()):
+def pack(seqs, bucket, eos=()):
     return unpack(pack_step(seqs, bucket, num_slots=NUM_SLOTS, vocab_size=VOCAB_SIZE, eos=eos), bucket)
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from engines import SMALL
 
 from jaxvllm.cli import main
 from jaxvllm.outputs import RequestOutput
@@ -240,8 +241,17 @@ def test_demo_has_as_many_programs_as_it_needs(fake):
     assert len(make_buckets(EngineConfig(model="demo", **options))) == 2
 
 
-TINY = ["--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--num-kvcache-blocks", "16"]
-TINY += ["--token-buckets", "64", "--seq-buckets", "2", "--temperature", "0", "--ignore-eos", "--max-tokens", "6"]
+def as_flags(options):
+    """The command line of engine options."""
+    flags = ["--enforce-eager"]
+    for name, value in options.items():
+        if name != "enforce_eager":
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            flags += ["--" + name.replace("_", "-"), text]
+    return flags
+
+
+TINY = [*as_flags(SMALL), "--temperature", "0", "--ignore-eos", "--max-tokens", "6"]
 
 
 def test_generate_runs_a_real_engine(tiny_llama_path):
@@ -264,3 +274,20 @@ def test_demo_names_the_three_colours():
     answer = result.stdout.lower()
     assert result.exit_code == 0
     assert all(colour in answer for colour in ("red", "blue", "yellow"))
+
+
+def test_preset_gives_defaults_that_options_beside_it_override(fake, tmp_path):
+    preset = tmp_path / "mine.toml"
+    preset.write_text('dtype = "float32"\nmax_num_seqs = 4\ntoken_buckets = [64, 8192]\nenforce_eager = false\n')
+    result = run("generate", "m", "hi", "--max-num-seqs", "8", "--config", str(preset))
+    assert result.exit_code == 0
+    options = fake[0].options
+    assert (options["dtype"], options["max_num_seqs"], options["enforce_eager"]) == ("float32", 8, False)
+    assert options["token_buckets"] == (64, 8192)
+
+
+def test_misspelt_name_in_a_preset_is_one_line(tmp_path):
+    (tmp_path / "mine.toml").write_text("max_num_seq = 4\n")
+    result = run("generate", "m", "hi", "--config", str(tmp_path / "mine.toml"))
+    assert result.exit_code == 1
+    assert "did you mean 'max_num_seqs'" in result.stderr

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxvllm.engine.compile_events import compile_count, enable_compilation_cache
 
@@ -30,14 +31,14 @@ def fresh_cache_settings():
     yield
     for name, value in before.items():
         jax.config.update(name, value)
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
+    compilation_cache.reset_cache()
 
 
 @pytest.mark.usefixtures("fresh_cache_settings")
 def test_program_found_on_disk_counts_as_a_hit(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     enable_compilation_cache()
-    jax.experimental.compilation_cache.compilation_cache.reset_cache()
+    compilation_cache.reset_cache()
     x = jax.ShapeDtypeStruct((5,), jnp.float32)
 
     def program(x):

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from jaxvllm.config import EngineConfig
+from jaxvllm.config import PRESETS, EngineConfig, read_preset
 
 
 def test_nanovllm_options_keep_their_names():
@@ -90,4 +90,25 @@ def test_default_buckets_double_up_to_the_limit():
 def test_config_is_frozen():
     config = EngineConfig(model="folder")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.max_num_seqs = 3
+        config.max_num_seqs = 3  # pyright: ignore[reportAttributeAccessIssue]  # what is tested
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS.glob("*.toml")), ids=lambda path: path.stem)
+def test_preset_is_valid_and_says_on_what_it_ran(path):
+    EngineConfig.from_options("folder", read_preset(path))
+    header = path.read_text()
+    assert all(f"# {word}:" in header for word in ("Hardware", "Command", "Expected"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("max_num_seq = 3", "did you mean 'max_num_seqs'"), ("max_num_seqs = ", "Invalid value")]
+)
+def test_broken_preset_is_named(tmp_path, content, message):
+    (tmp_path / "mine.toml").write_text(content)
+    with pytest.raises(ValueError, match=rf"mine.toml: .*{message}"):
+        read_preset(tmp_path / "mine.toml")
+
+
+def test_missing_preset_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"none.toml.*No such file"):
+        read_preset(tmp_path / "none.toml")

@@ -130,17 +130,11 @@ def test_config_is_read_from_the_metadata(tmp_path):
     assert config.eos_token_ids == {258}
 
 
-def test_metadata_is_what_gguf_itself_reads(tmp_path):
+def test_a_token_that_is_half_a_character_is_read(tmp_path):
     write_gguf(tmp_path / "m.gguf")
-    ours = GGUFFile(tmp_path / "m.gguf")
-    reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    assert ours.metadata["tokenizer.ggml.tokens"] == ["a", "b", "漢字", "\udce2\udc96"]
-    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    assert ours.metadata.keys() == fields.keys()
-    for name, field in fields.items():
-        if name != "tokenizer.ggml.tokens":  # gguf's reader cannot decode half a character
-            assert ours.metadata[name] == field.contents()
-    assert ours.shapes == {t.name: tuple(reversed(t.shape.tolist())) for t in reader.tensors}
+    metadata = GGUFFile(tmp_path / "m.gguf").metadata
+    assert metadata["tokenizer.ggml.tokens"] == ["a", "b", "漢字", "\udce2\udc96"]
+    assert metadata["general.architecture"] == "llama"
 
 
 def test_linear_rotary_scaling_is_read(tmp_path):
@@ -190,7 +184,7 @@ def test_type_that_gguf_cannot_dequantise_is_named(tmp_path, monkeypatch):
     assert content[place] == Kind.Q8_0
     for number, message in (
         (Kind.Q8_1, "'blk.0.attn_v.weight' is Q8_1, which"),
-        (99, "unknown quantisation type 99"),
+        (99, r"99\)? is not a valid GGMLQuantizationType"),
     ):
         (tmp_path / "m.gguf").write_bytes(content[:place] + bytes([number]) + content[place + 1 :])
         with pytest.raises(ValueError, match=message):
@@ -213,12 +207,12 @@ def test_file_that_is_no_gguf_is_refused(content, tmp_path):
         load_model(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("version", [1, 4, 3 << 24])
+@pytest.mark.parametrize("version", [1, 4, 3 << 24])  # the last: a file of the other byte order
 def test_other_versions_are_refused(version, tmp_path):
     write_gguf(tmp_path / "m.gguf")
     content = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(content[:4] + version.to_bytes(4, "little") + content[8:])
-    with pytest.raises(ValueError, match=f"GGUF version {version}"):
+    with pytest.raises(ValueError, match=r"m.gguf is truncated, broken or of an unknown kind"):
         load_model(tmp_path / "m.gguf")
 
 

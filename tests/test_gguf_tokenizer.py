@@ -115,6 +115,16 @@ def test_smollm_encodes_every_digit_on_its_own(tokenizers):
     assert len(tokenizers["gpt-2"].encode("1234")) < 4
 
 
+@pytest.mark.parametrize(("pre", "num_tokens"), [("llama-bpe", 1), ("qwen2", 3)])
+def test_llama_takes_a_word_that_is_a_token_before_merging(vocabulary, tmp_path, pre, num_tokens):
+    unmerged = {
+        "tokens": [*vocabulary["tokens"], "zqk"],
+        "token_type": [*vocabulary["token_type"], vocabularies.NORMAL],
+    }
+    path = vocabularies.write_gguf(tmp_path / "a.gguf", **vocabulary | unmerged | {"pre": pre}, add_bos_token=False)
+    assert len(load_tokenizer(path).encode("zqk")) == num_tokens
+
+
 def test_sentencepiece_encoding_is_that_of_sentencepiece(sentencepiece_record, sentencepiece_tokenizer):
     for text, ids in sentencepiece_record["encodings"]:
         assert sentencepiece_tokenizer.encode(text) == [1, *ids], repr(text)  # a text begins with bos

@@ -61,11 +61,11 @@ class TestSameTokensInAnyCompany:
         llm = make_llm(tiny_llama_path, max_num_batched_tokens=7, max_num_seqs=7)
         assert run(llm, prompts, greedy(12)) == alone
 
-    def test_after_preemption(self, tiny_llama_path, prompts, alone):
+    def test_after_preemption(self, tiny_llama_path, prompts, alone, monkeypatch):
         llm = make_llm(tiny_llama_path, num_kvcache_blocks=14)
         preempted = []
         preempt = llm.engine.scheduler.preempt
-        llm.engine.scheduler.preempt = lambda seq: (preempted.append(seq.seq_id), preempt(seq))
+        monkeypatch.setattr(llm.engine.scheduler, "preempt", lambda seq: (preempted.append(seq.seq_id), preempt(seq)))
         assert run(llm, prompts, greedy(12)) == alone
         assert preempted
         assert_all_blocks_free(llm)

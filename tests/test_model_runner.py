@@ -35,6 +35,7 @@ def test_every_step_updates_the_cache_in_place(tiny_llama_path, dtype):
     cache_bytes = sum(pool.nbytes for pool in runner._kv_cache)
     for bucket, program in runner._programs.items():
         memory = program.memory_analysis()
+        assert memory is not None
         assert memory.alias_size_in_bytes == cache_bytes, bucket
         assert memory.temp_size_in_bytes < pool_bytes / 2, bucket
 

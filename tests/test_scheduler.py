@@ -73,15 +73,16 @@ def test_a_step_holds_at_most_max_num_seqs():
     assert _step(scheduler, 7, 8) == seqs[:2]
 
 
-def test_the_youngest_gives_way_and_returns_first():
-    old, young = make_seq(range(4), 8, seq_id=0), make_seq(range(50, 54), 8, seq_id=1)
-    waiting = make_seq(range(90, 98), 8, seq_id=2)
-    scheduler = make_scheduler(old, young, waiting, num_kvcache_blocks=3)
-    _step(scheduler, 7, 8)
-    assert _step(scheduler, 9) == [old]
-    assert list(scheduler.waiting) == [young, waiting]
-    assert (young.status, young.is_prefill, young.block_table) == (SequenceStatus.WAITING, True, [])
-    assert (young.num_cached_tokens, young.completion_token_ids) == (0, [8])
+def test_the_youngest_gives_way_first_and_all_return_in_order():
+    seqs = [make_seq(range(50 * i, 50 * i + 4), 8, seq_id=i) for i in range(4)]
+    old, middle, young, unseen = seqs
+    scheduler = make_scheduler(*seqs, num_kvcache_blocks=3)
+    assert _step(scheduler, 7, 8, 9) == [old, middle, young]
+    assert _step(scheduler, 10) == [old]  # takes the block of the youngest; then the other finds none
+    assert list(scheduler.waiting) == [middle, young, unseen]
+    for seq, first_token in ((middle, 8), (young, 9)):
+        assert (seq.status, seq.is_prefill, seq.block_table) == (SequenceStatus.WAITING, True, [])
+        assert (seq.num_cached_tokens, seq.completion_token_ids) == (0, [first_token])
 
 
 def test_nothing_to_do_is_our_own_mistake():

@@ -7,7 +7,7 @@ from time import monotonic
 
 import numpy as np
 import pytest
-from engines import GREEDY, assert_all_blocks_free, forget, make_llm
+from engines import assert_all_blocks_free, forget, make_llm
 
 from jaxvllm import SamplingParams
 
@@ -25,11 +25,8 @@ def make_kinds(rng):
     kinds = []
     for i in range(NUM_KINDS):
         prompt = trunk[: int(rng.integers(0, 24))] + rng.integers(0, VOCAB, int(rng.integers(1, 12))).tolist()
-        params = SamplingParams(
-            **GREEDY | {"temperature": float(rng.choice([0.0, 0.9]))},
-            seed=i,
-            max_tokens=int(rng.integers(1, 16)),
-        )
+        temperature = float(rng.choice([0.0, 0.9]))
+        params = SamplingParams(temperature, max_tokens=int(rng.integers(1, 16)), ignore_eos=True, seed=i)
         kinds.append((prompt, params))
     return kinds
 

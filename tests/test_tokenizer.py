@@ -210,7 +210,7 @@ def test_a_broken_or_missing_tokenizer_is_named(changed, tmp_path):
     (path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=str(path)):
         load_tokenizer(path)
-    with pytest.raises(FileNotFoundError, match="nothing-here"):
+    with pytest.raises(ValueError, match="nothing-here does not exist"):
         load_tokenizer(tmp_path / "nothing-here")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty"):

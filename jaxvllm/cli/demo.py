@@ -1,25 +1,18 @@
 """`jaxvllm demo`: a small real model answers a question."""
 
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from jaxvllm.cli.options import load_llm
+from jaxvllm.config import PRESETS, read_preset
 
 if TYPE_CHECKING:
     from jaxvllm.engine.llm_engine import EngineStats
 
 QUESTION = "List three primary colours."
-_OPTIONS: dict[str, Any] = {  # one question: two programs, a prefill of 64 tokens and a decode step
-    "dtype": "float32",
-    "max_model_len": 256,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 64,
-    "token_buckets": (64,),
-    "seq_buckets": (2,),
-    "num_kvcache_blocks": 32,
-}
+_PRESET = PRESETS / "smollm2_demo.toml"  # one question: two programs, a prefill of 64 tokens and a decode step
 _MAX_TOKENS = 128
 
 
@@ -35,7 +28,7 @@ def demo(question: str):
 
     from jaxvllm.sampling_params import SamplingParams
 
-    llm = load_llm(str(path), _OPTIONS)
+    llm = load_llm(str(path), read_preset(_PRESET))
     ready_s = perf_counter() - start
     token_ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": question}])
     click.echo(f"> {question}")

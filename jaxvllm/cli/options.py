@@ -3,11 +3,12 @@
 import dataclasses
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from jaxvllm.config import AttentionBackend, Dtype, EngineConfig
+from jaxvllm.config import AttentionBackend, Dtype, EngineConfig, read_preset
 from jaxvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,9 +20,11 @@ _SAMPLING_DEFAULTS = SamplingParams()
 class _Buckets(click.ParamType):
     name = "N,N,..."
 
-    def convert(self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None):
-        if isinstance(value, tuple):
-            return value
+    def convert(
+        self, value: str | list[int] | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
+    ):
+        if not isinstance(value, str):  # the default, or a preset's
+            return tuple(value)
         try:
             return tuple(int(part) for part in value.split(","))
         except ValueError:
@@ -36,7 +39,21 @@ def _engine_option(name: str, kind: click.ParamType | type, text: str) -> Callab
     return click.option(name, type=kind, help=text, default=_ENGINE_DEFAULTS[name[2:].replace("-", "_")])
 
 
+def _use_preset(ctx: click.Context, _: click.Parameter, path: Path | None):
+    """Makes a preset's values the defaults; what is given on the command line still wins."""
+    if path is not None:
+        ctx.default_map = read_preset(path)
+
+
 _ENGINE_OPTIONS = [
+    click.option(
+        "--config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=_use_preset,
+        help="A TOML file of engine options, such as those in configs/; options given beside it win.",
+    ),
     _engine_option("--dtype", click.Choice(get_args(Dtype)), "Of weights, activations and cache."),
     _engine_option("--max-model-len", int, "Most tokens per sequence, prompt and completion."),
     _engine_option("--max-num-seqs", int, "Most sequences per step."),
@@ -50,6 +67,7 @@ _ENGINE_OPTIONS = [
     _engine_option("--seq-buckets", _Buckets(), "Padded sequence counts of decode; none: automatic."),
     _engine_option("--block-buckets", _Buckets(), "Padded blocks per sequence; none: automatic."),
     _engine_option("--seed", int, "Of the requests that give none."),
+    _engine_option("--forbid-recompile", bool, "Fail when a step compiles after the warm-up."),
     click.option(
         "--enforce-eager/--warm-up",
         default=True,

@@ -2,17 +2,23 @@
 
 import os
 from collections.abc import Callable
-
-import jax
+from typing import Any, Protocol
 
 from jaxvllm.config import EngineConfig
+
+
+class Device(Protocol):
+    """What is asked of a `jax.Device`."""
+
+    def memory_stats(self) -> dict[str, Any] | None: ...  # bytes_limit, bytes_in_use; the CPU has none
+
 
 _CPU_CACHE_BYTES = 4 * 2**30  # at most: the machine has other work
 _CPU_SHARE = 0.25  # of the memory that is free
 
 
 def choose_num_blocks(
-    config: EngineConfig, device: jax.Device, block_bytes: int, measure_temporaries: Callable[[], int]
+    config: EngineConfig, device: Device, block_bytes: int, measure_temporaries: Callable[[], int]
 ) -> int:
     """Returns the number of blocks that fit the device, all layers counted in `block_bytes`.
 

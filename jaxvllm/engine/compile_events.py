@@ -45,11 +45,11 @@ class _Listener:
         monitoring.register_event_duration_secs_listener(self.on_duration)
         monitoring.register_event_listener(self.on_event)
 
-    def on_duration(self, event: str, duration_s: float, **_):
+    def on_duration(self, event: str, duration_secs: float, **_: str | int):
         if event == _COMPILE_EVENT:
-            self._add(num_requests=1, compile_s=duration_s)
+            self._add(num_requests=1, compile_s=duration_secs)
 
-    def on_event(self, event: str, **_):
+    def on_event(self, event: str, **_: str | int):
         if event == _CACHE_HIT_EVENT:
             self._add(num_cache_hits=1)
 

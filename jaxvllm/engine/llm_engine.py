@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -14,7 +13,7 @@ from jaxvllm.engine.compile_events import CompileCount, compile_count, enable_co
 from jaxvllm.engine.model_runner import ModelRunner
 from jaxvllm.engine.scheduler import Scheduler
 from jaxvllm.engine.sequence import Sequence
-from jaxvllm.models.loader import load_model
+from jaxvllm.models.loader import Checkpoint, load_model
 from jaxvllm.sampling_params import SamplingParams
 
 
@@ -57,12 +56,14 @@ class LLMEngine:
     scheduler decides exactly as NanoVLLM's on everything that reaches it.
     """
 
-    def __init__(self, config: EngineConfig, path: Path, tokenizer_eos: frozenset[int], *, use_tqdm: bool = True):
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, tokenizer_eos: frozenset[int], *, use_tqdm: bool = True
+    ):
         """Loads the model, sizes and allocates the cache and, unless `enforce_eager`, compiles every bucket."""
         start = perf_counter()
         compiled_before = compile_count()
         enable_compilation_cache()
-        model_config, model = load_model(path, config.dtype)
+        model_config, model = load_model(checkpoint, config.dtype)
         given = {config.eos} - {-1} if isinstance(config.eos, int) else set(config.eos)
         config = dataclasses.replace(
             config,
@@ -99,6 +100,7 @@ class LLMEngine:
         """Checks a request as `add_request` does and returns its sequence, without queuing it."""
         prompt = self._checked_prompt(token_ids)
         config = self.config
+        assert isinstance(config.eos, frozenset)
         banned = banned_ids(params.stop_token_ids, params.ignore_eos, config.eos)
         if params.min_tokens and len(banned) > MAX_BANNED_IDS:
             raise ValueError(

@@ -131,7 +131,7 @@ class ModelRunner:
             shape = self._pool_shape(bucket.num_blocks, config.kvcache_block_size)
             pool = jax.ShapeDtypeStruct(shape, jnp.dtype(self.model_config.dtype))
             memory = self._lower(bucket, [pool] * self.model_config.num_layers).compile().memory_analysis()
-            return memory.temp_size_in_bytes
+            return 0 if memory is None else memory.temp_size_in_bytes
 
         return measure
 

@@ -1,0 +1,89 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from model_steps import Runner
+from tiny_models import tiny_llama, tiny_qwen3
+
+from jaxvllm.models import layers
+from jaxvllm.models.layers import Embedding, RMSNorm, linear
+from jaxvllm.models.loader import load_model
+
+
+@pytest.mark.parametrize("rows", [1, 2, 64, 65])  # on both sides of the choice of form
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.2)])
+def test_linear_is_a_product_with_the_transposed_weight(rows, dtype, tolerance):
+    rng = np.random.RandomState(0)
+    x, weight, bias = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, 48), (32, 48), (32,)))
+    y = jax.jit(linear)(x, weight, bias)
+    assert y.dtype == dtype
+    expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T + np.asarray(bias, np.float64)
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=0, atol=tolerance)
+
+
+def test_linear_sums_bfloat16_into_float32_where_asked():
+    x = jnp.ones((2, 1000), jnp.bfloat16)
+    y = jax.jit(partial(linear, out_dtype=jnp.float32))(x, x)
+    assert y.dtype == jnp.float32
+    assert (y == 1000).all()  # bfloat16 would be stuck at 256
+
+
+@pytest.mark.parametrize("rows", [2, 128])
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_float32_products_ask_every_platform_for_full_precision(platform, rows):
+    x = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
+    text = jax.jit(linear).trace(x, x).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("dot_general") == 1
+    assert "precision = [HIGHEST, HIGHEST]" in text
+
+
+def test_rms_norm_computes_in_float32():
+    norm = RMSNorm(4, eps=1e-6, dtype="bfloat16")
+    x = jnp.asarray([[200.0, -200.0, 100.0, 100.0]], jnp.bfloat16)
+    y = norm(x)
+    assert y.dtype == jnp.bfloat16
+    wide = np.asarray(x, np.float64)
+    expected = wide / np.sqrt((wide**2).mean() + 1e-6)
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=4e-3)
+    assert not np.isnan(norm(jnp.zeros((1, 4), jnp.bfloat16))).any()
+
+
+def test_embedding_of_an_id_outside_the_table_is_finite():
+    embed = Embedding(8, 4, dtype="float32")
+    embed.weight[...] = jnp.ones((8, 4))
+    assert (embed(jnp.asarray([0, 7, 8, 1000], jnp.int32)) == 1).all()
+
+
+@pytest.mark.parametrize(("make", "changes", "kinds"), [
+    (tiny_llama, {}, 1),
+    (tiny_qwen3, {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}, 2),
+])  # fmt: skip
+def test_layer_is_traced_once_per_program_and_kind(make, changes, kinds, tmp_path, monkeypatch):
+    model = load_model(make(tmp_path, tokenizer=False, **changes))[1]
+    traced = []
+    body = layers.DecoderLayer.__call__
+    monkeypatch.setattr(
+        layers.DecoderLayer, "__call__", lambda self, *args, **kw: traced.append(self) or body(self, *args, **kw)
+    )
+    Runner(model, 1, 80).step([[1, 2, 3]])  # a length that no other test has: nothing is traced yet
+    assert len(traced) == kinds
+
+
+def test_cache_is_updated_in_place_and_nothing_of_its_size_is_made(tmp_path):
+    model = load_model(tiny_llama(tmp_path, tokenizer=False))[1]
+    runner = Runner(model, 4, 512)
+    memory = runner.compiled([[1]] * 4, decode_only=True).memory_analysis()
+    assert memory is not None
+    pool_bytes = [pool.nbytes for pool in runner.pools]
+    assert memory.alias_size_in_bytes == sum(pool_bytes)
+    assert memory.temp_size_in_bytes < pool_bytes[0]
+
+
+def test_parameters_of_a_model_are_plain_leaves_of_its_state(tmp_path):
+    model = load_model(tiny_llama(tmp_path, tokenizer=False))[1]
+    leaves = jax.tree.leaves(nnx.state(model))
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+    assert sum(leaf.size for leaf in leaves) == 2 * 512 * 64 + 64 + 3 * (2 * 64 + 64 * 64 * 3 + 64 * 160 * 3)
