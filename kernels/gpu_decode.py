@@ -178,9 +178,9 @@ def _decode_kernel(
 
         cols, head_dim = q_smem.shape
         state = (
-            gpu.full((head_dim, cols), 0, WGMMA),
+            gpu.full((head_dim, cols), 0.0, WGMMA),
             gpu.full((cols,), NO_MAXIMUM, WGMMA.reduce(0)),
-            gpu.full((tile, cols), 0, WGMMA),
+            gpu.full((tile, cols), 0.0, WGMMA),
         )
         bounds = lax.max(begin, start), lax.min(end, starts_ref[item + 1])
         ahead, (acc, m, l) = lax.fori_loop(*bounds, step, (ahead, state))
@@ -227,9 +227,7 @@ def _attend_tile(state, kv_smem, q_smem, p_smem, position, low, context, config:
     s = gpu.product(k_smem, gpu.transposed(q_smem))
     s, factor = gpu.scores_in_base_2(s, config.scale, config.logits_soft_cap)
     whole = (position + tile <= context) & (position >= low)
-    s = lax.cond(
-        whole, lambda s: s, lambda s: _mask_tile(s, v_smem, low - position, context - position), s
-    )
+    s = lax.cond(whole, lambda s: s, lambda s: _mask_tile(s, v_smem, low - position, context - position), s)
     m_new = jnp.maximum(m, s.max(axis=0) * factor)
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [1]))
@@ -286,9 +284,9 @@ def _combine_kernel(
         return acc, m, l
 
     state = (
-        gpu.full((head_dim, cols), 0, WGMMA),
+        gpu.full((head_dim, cols), 0.0, WGMMA),
         gpu.full((cols,), NO_MAXIMUM, WGMMA.reduce(0)),
-        gpu.full((cols,), 0, WGMMA.reduce(0)),
+        gpu.full((cols,), 0.0, WGMMA.reduce(0)),
     )
     acc, _, l = lax.fori_loop(0, lax.div(last - first + (_COMBINE_UNROLL - 1), _COMBINE_UNROLL), step, state)
     l = jnp.where(l > 0, l, 1.0)
@@ -330,12 +328,8 @@ def decode(
         per_multiprocessor = max(1, chip.smem_per_multiprocessor_bytes // block_bytes)
         num_workers = pl.cdiv(chip.num_multiprocessors * per_multiprocessor, K)
     num_workers = min(num_workers, S * pl.cdiv(block_tables.shape[1] * P, tile))
-    config = DecodeConfig(
-        group, P, tile, slots, num_workers, float(scale), sliding_window, logits_soft_cap
-    )
-    plan = make_plan(
-        decodes, context_lens, tile=tile, num_workers=num_workers, sliding_window=sliding_window
-    )
+    config = DecodeConfig(group, P, tile, slots, num_workers, float(scale), sliding_window, logits_soft_cap)
+    plan = make_plan(decodes, context_lens, tile=tile, num_workers=num_workers, sliding_window=sliding_window)
     rows = jnp.pad(q.reshape(S, K, group, H), ((0, 0), (0, 0), (0, cols - group), (0, 0)))
     parts, lse = plgpu.kernel(
         functools.partial(_decode_kernel, config=config),

@@ -104,6 +104,7 @@ def _prefill_kernel(
     kv_smem,
     q_smem,
     p_smem,
+    columns_smem,
     loaded,
     consumed,
     q_loaded,
@@ -115,7 +116,8 @@ def _prefill_kernel(
 
     GMEM: q and out o [T, N*H], pool [B, K, P, 2H], tables [S, M], lens [S] (0: not for this kernel), cu [S+1],
     first and last [tiles], the sequences that own tokens of a tile. SMEM: kv [slots, tile, 2H] the ring,
-    q [2, 64, H], later the output, p [2, 64, tile]. Barriers: loaded and consumed [slots], q_loaded [2], cleared.
+    q [2, 64, H], later the output, p [2, 64, tile], columns [2, tile], 0 to tile - 1 once per warpgroup. Barriers: loaded and
+    consumed [slots], q_loaded [2], cleared.
     """
     head, group_id = lax.axis_index("head"), lax.axis_index("warpgroup")
     tile_id = first_ref.shape[0] - 1 - lax.axis_index("tile")  # the longest first: the chip empties evenly
@@ -148,7 +150,8 @@ def _prefill_kernel(
     @pl.when(group_id < _COMPUTE_GROUPS)
     def _compute():
         plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-        q_rows, p_rows = q_smem.at[group_id], p_smem.at[group_id]
+        q_rows, p_rows, columns = q_smem.at[group_id], p_smem.at[group_id], columns_smem.at[group_id]
+        columns[...] = plgpu.broadcasted_iota(jnp.int32, columns.shape, 0, layout=WGMMA.reduce(0))
         boxes = _boxes(head, group_id, token, config, q_smem.shape[2])
         for b, (source, _) in enumerate(boxes):
             plgpu.copy_gmem_to_smem(
@@ -165,7 +168,7 @@ def _prefill_kernel(
                 slot = lax.rem(index, config.slots)
                 plgpu.barrier_wait(loaded.at[slot])
                 state = _attend_tile(
-                    state, kv_smem.at[slot], q_rows, p_rows, cleared, t, first_token, segment, config
+                    state, kv_smem.at[slot], q_rows, p_rows, columns, cleared, t, first_token, segment, config
                 )
                 plgpu.barrier_arrive(consumed.at[slot])
                 return index + 1, state
@@ -174,18 +177,20 @@ def _prefill_kernel(
 
         row = WGMMA.reduce(1)
         state = (
-            gpu.full((ROWS, q_smem.shape[2]), 0, WGMMA),
+            gpu.full((ROWS, q_smem.shape[2]), 0.0, WGMMA),
             gpu.full((ROWS,), NO_MAXIMUM, row),
-            gpu.full((ROWS,), 0, row),
+            gpu.full((ROWS,), 0.0, row),
         )
         _, (acc, _, l) = lax.fori_loop(*sequences, attend_segment, (jnp.int32(0), state))
         l = jnp.where(l > 0, l, 1.0)
         q_rows[...] = (acc / lax.broadcast_in_dim(l, acc.shape, [0])).astype(q_smem.dtype)
         plgpu.commit_smem()
         for b, (target, exists) in enumerate(boxes):
+
             @pl.when(exists)
             def _(b=b, target=target):
                 plgpu.copy_smem_to_gmem(q_rows.at[pl.ds(b * config.box, config.box)], o_ref.at[target])
+
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -221,24 +226,33 @@ def _block_of_piece(piece, segment: Segment, pool_ref, tables_ref, config: Prefi
 
 
 def _attend_tile(
-    state, kv_smem, q_smem, p_smem, cleared, t, first_token, segment: Segment, config: PrefillConfig
+    state,
+    kv_smem,
+    q_smem,
+    p_smem,
+    columns_smem,
+    cleared,
+    t,
+    first_token,
+    segment: Segment,
+    config: PrefillConfig,
 ):
     """Folds K and V tile t into (acc [64, H], m [64], l [64]) of one warpgroup; m in base 2 and scaled."""
     acc, m, l = state
     tile, head_dim = config.tile, q_smem.shape[1]
     k_smem, v_smem = kv_smem.at[:, pl.ds(0, head_dim)], kv_smem.at[:, pl.ds(head_dim, head_dim)]
 
+    base = t * tile
+    pl.when((base + tile > segment.context) | (base < segment.low))(
+        lambda: _clear_values(v_smem, cleared, segment.low - base, segment.context - base)
+    )
     s = gpu.product(q_smem, gpu.transposed(k_smem))
     s, factor = gpu.scores_in_base_2(s, config.scale, config.logits_soft_cap)
-    base = t * tile
     s = lax.cond(
         _all_visible(base, first_token, segment, config),
         lambda s: s,
-        lambda s: _mask_scores(s, base, first_token, segment, config),
+        lambda s: _mask_scores(s, base, first_token, columns_smem, segment, config),
         s,
-    )
-    pl.when((base + tile > segment.context) | (base < segment.low))(
-        lambda: _clear_values(v_smem, cleared, segment.low - base, segment.context - base)
     )
     m_new = jnp.maximum(m, s.max(axis=1) * factor)
     alpha = jnp.exp2(m - m_new)
@@ -261,14 +275,22 @@ def _all_visible(base, first_token, segment: Segment, config: PrefillConfig):
     return visible
 
 
-def _mask_scores(s, base, first_token, segment: Segment, config: PrefillConfig):
-    """Clears the scores that a row must not see; for a row of another sequence, all."""
-    row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA)
+def _mask_scores(s, base, first_token, columns_smem, segment: Segment, config: PrefillConfig):
+    """Clears the scores that a row must not see; for a row of another sequence, all.
+
+    The columns' numbers come from shared memory: computed, they would be hoisted out of the loop and spill.
+    """
+    row = plgpu.broadcasted_iota(jnp.int32, s.shape[:1], 0, layout=WGMMA.reduce(1))
     token = (row & (config.box - 1)) + first_token
-    position = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=WGMMA) + base
-    visible = (position <= token + segment.shift) & (token >= segment.begin) & (token < segment.end)
-    if config.sliding_window is not None:
-        visible &= position > token + (segment.shift - config.sliding_window)
+    # a row sees the columns up to `last` of the tile; a row of another sequence, none
+    is_own = (token >= segment.begin) & (token < segment.end)
+    last = jnp.where(is_own, token + (segment.shift - base), jnp.full_like(token, -1))
+    column = plgpu.load(columns_smem, layout=WGMMA.reduce(0), optimized=False)
+    behind = lax.broadcast_in_dim(last, s.shape, [0]) - lax.broadcast_in_dim(column, s.shape, [1])
+    if config.sliding_window is None:
+        visible = behind >= 0
+    else:  # both bounds in one comparison: a column ahead is far behind as an unsigned number
+        visible = behind.astype(jnp.uint32) < config.sliding_window
     return jnp.where(visible, s, MASKED)
 
 
@@ -277,12 +299,14 @@ def _clear_values(v_smem, cleared, first, last):
     tile, head_dim = v_smem.shape
     group_id = lax.axis_index("warpgroup")
     for c in range(head_dim // 64):
+
         @pl.when(group_id == c % _COMPUTE_GROUPS)
         def _(c=c):
             v_piece = v_smem.at[:, pl.ds(c * 64, 64)]
             token = plgpu.broadcasted_iota(jnp.int32, (tile, 64), 0, layout=WGMMA)
             v = plgpu.layout_cast(v_piece[...], WGMMA)
             v_piece[...] = jnp.where((token >= first) & (token < last), v, jnp.zeros_like(v))
+
     plgpu.commit_smem()
     plgpu.barrier_arrive(cleared)  # both have cleared their columns before either reads V
     plgpu.barrier_wait(cleared)
@@ -313,9 +337,7 @@ def prefill(
     slots = 3 if H == 64 else 2
     tokens = query_tokens(group)
     num_tiles = pl.cdiv(T, tokens)
-    config = PrefillConfig(
-        group, P, tile, slots, float(scale), sliding_window, logits_soft_cap, bool(interpret)
-    )
+    config = PrefillConfig(group, P, tile, slots, float(scale), sliding_window, logits_soft_cap, bool(interpret))
     begins = jnp.arange(num_tiles, dtype=jnp.int32)[:, None] * tokens
     first = jnp.sum(cu_seqlens_q[None, 1:] <= begins, axis=1, dtype=jnp.int32)
     ends = jnp.minimum(begins + tokens, cu_seqlens_q[-1])
@@ -328,6 +350,7 @@ def prefill(
             plgpu.SMEM((slots, tile, 2 * H), pool.dtype, transforms=gpu.mma_transforms(H)),
             plgpu.SMEM((_COMPUTE_GROUPS, ROWS, H), pool.dtype, transforms=gpu.mma_transforms(H)),
             plgpu.SMEM((_COMPUTE_GROUPS, ROWS, tile), pool.dtype, transforms=gpu.mma_transforms(tile)),
+            plgpu.SMEM((_COMPUTE_GROUPS, tile), jnp.int32),
             plgpu.Barrier(num_arrivals=config.copies, num_barriers=slots),
             plgpu.Barrier(num_arrivals=_COMPUTE_GROUPS, num_barriers=slots),
             plgpu.Barrier(num_arrivals=config.boxes, num_barriers=_COMPUTE_GROUPS),
