@@ -5,6 +5,7 @@ first used: the TPU's and the GPU's need parts of JAX that a machine without one
 """
 
 import importlib
+import logging
 from types import ModuleType
 from typing import Literal, NamedTuple
 
@@ -18,9 +19,24 @@ Backend = Literal["xla", "tpu", "gpu"]
 _BODIES: dict[str, str] = {
     "xla": "jaxvllm.kernels.paged_attention_xla",
     "tpu": "jaxvllm.kernels.paged_attention_tpu",
+    "gpu": "jaxvllm.kernels.paged_attention_gpu",
 }
 _BACKEND_OF_PLATFORM: dict[str, Backend] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
 _POOL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+logger = logging.getLogger(__name__)
+
+
+class AttentionForm(NamedTuple):
+    """What decides whether a backend's kernels can take a model: its attention, and the chip."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str  # of the cache
+    compute_capability: str | None = None  # of an NVIDIA GPU, as "9.0"
 
 
 class AttentionBatch(NamedTuple):
@@ -36,18 +52,33 @@ class AttentionBatch(NamedTuple):
     num_seqs: Int32[Array, " 1"]  # sequences that are not padding
 
 
-def resolve_backend(name: str, platform: str) -> Backend:
+def resolve_backend(name: str, platform: str, form: AttentionForm | None = None) -> Backend:
     """Returns the backend of `name` ("auto" follows JAX's `platform`: "cpu", "tpu", "gpu", ...).
 
-    Raises ValueError where the backend has no body, or is made for another platform.
+    Where the kernels of the platform cannot take `form`, "auto" is `xla`, and one line of the log says why. Raises
+    ValueError where the backend asked for has no body, is made for another platform or cannot take `form`.
     """
     native = _BACKEND_OF_PLATFORM.get(platform, "xla")
     if name == "auto":
-        return native if native in _BODIES else "xla"
+        reason = _why_unsupported(native, form) if native in _BODIES else None
+        if reason is not None:
+            logger.warning("attention_backend='auto' is 'xla' here: %s", reason)
+        return native if native in _BODIES and reason is None else "xla"
     _require_body(name)
-    if name == "xla" or name == native:
-        return name  # pyright: ignore[reportReturnType]  # _require_body has seen it
-    raise ValueError(f"attention_backend={name!r} needs a {name.upper()}, this is {platform!r}: use 'auto'.")
+    if name != "xla" and name != native:
+        raise ValueError(f"attention_backend={name!r} needs a {name.upper()}, this is {platform!r}: use 'auto'.")
+    reason = _why_unsupported(name, form)
+    if reason is not None:
+        raise ValueError(f"attention_backend={name!r} cannot be used: {reason} Use 'auto' or 'xla'.")
+    return name  # pyright: ignore[reportReturnType]  # _require_body has seen it
+
+
+def _why_unsupported(backend: str, form: AttentionForm | None) -> str | None:
+    """Returns what a backend's body says against `form`; None where it has nothing to say."""
+    if form is None:
+        return None
+    say = getattr(_body(backend), "why_unsupported", None)
+    return None if say is None else say(form)
 
 
 def write(

@@ -7,6 +7,8 @@ import pytest
 from jaxtyping import install_import_hook
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# JAX's CPU threads, whatever the cores: the GPU interpreter needs one for each warpgroup that may wait for another
+os.environ.setdefault("NPROC", "8")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
 
 # Before any module of the engine is imported. The metadata layer has no jaxtyping annotations and stays free of jax.

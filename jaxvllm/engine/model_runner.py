@@ -17,7 +17,7 @@ from jaxvllm.engine.batch import Bucket, choose_bucket, make_buckets, pack_step,
 from jaxvllm.engine.cache_size import choose_num_blocks
 from jaxvllm.engine.sequence import Sequence
 from jaxvllm.kernels import kv_cache
-from jaxvllm.kernels.paged_attention import AttentionBatch, resolve_backend
+from jaxvllm.kernels.paged_attention import AttentionBatch, AttentionForm, resolve_backend
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.sampler import SamplingBatch, sample
 
@@ -36,7 +36,15 @@ class ModelRunner:
                 f"tensor_parallel_size={config.tensor_parallel_size}: this version runs a model on one chip, use 1."
             )
         device = jax.devices()[0]
-        self.backend = resolve_backend(config.attention_backend, device.platform)
+        form = AttentionForm(
+            num_heads=model_config.num_heads,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            block_size=config.kvcache_block_size,
+            dtype=model_config.dtype,
+            compute_capability=getattr(device, "compute_capability", None),
+        )
+        self.backend = resolve_backend(config.attention_backend, device.platform, form)
         self.model_config = model_config
         self._forbid_recompile = config.forbid_recompile
         self._warm = False

@@ -1,0 +1,56 @@
+"""The NVIDIA chips that programs can be compiled for without one, by the true compiler.
+
+Needs the CUDA plugin (`pip install jax[cuda13-local]` beside a CUDA toolkit, or `jaxvllm[cuda13]`), and no device.
+The descriptions of the chips are XLA's, in text: the folder `gpu_targets`.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_TARGETS = Path(__file__).parent / "gpu_targets"
+CHIPS = tuple(sorted(path.stem for path in _TARGETS.glob("*.txtpb")))
+
+
+def why_no_compiler() -> str | None:
+    """Returns why GPU programs cannot be compiled here, or None if they can."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return "the CUDA plugin is not installed: pip install 'jax[cuda13-local]', or jaxvllm[cuda13]"
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        return "set JAX_PLATFORMS=cpu: else the plugin looks for a device, and without one cannot be used"
+    return None
+
+
+@cache
+def mesh_of(chip: str, num_chips: int = 1) -> Mesh:
+    """Returns a mesh of GPUs of that kind, none of which need be here; raises ValueError where it cannot."""
+    if chip not in CHIPS:
+        raise ValueError(f"chip {chip!r} is none of {', '.join(CHIPS)}.")
+    reason = why_no_compiler()
+    if reason is not None:
+        raise ValueError(f"cannot compile for {chip}: {reason}.")
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology=f"1x1x{num_chips}", target_config=(_TARGETS / f"{chip}.txtpb").read_text()
+    )
+    return Mesh(np.array(topology.devices), ("chip",))
+
+
+def lower_for(chip: str, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
+    """Lowers `function` of pytrees of `ShapeDtypeStruct`s for one chip of that kind, the arguments all on it."""
+    mesh = mesh_of(chip)
+    on_chip = NamedSharding(mesh, PartitionSpec())
+
+    def place(x) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_chip)
+
+    placed = jax.tree.map(place, arguments)
+    with jax.set_mesh(mesh):
+        return jax.jit(function, donate_argnums=donate).lower(*placed)

@@ -1,0 +1,167 @@
+"""The GPU kernels, interpreted on the CPU with race detection: conformance, planted faults, what is refused."""
+
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import cases, check, check_write, make_case
+from gpu_cases import FORMS, attend, attend_without_cache
+from hypothesis import HealthCheck, given, settings
+
+from jaxvllm.kernels import gpu_common, gpu_decode, gpu_prefill, paged_attention_gpu
+from jaxvllm.kernels.paged_attention import AttentionForm, resolve_backend
+
+# the interpreter multiplies poison that the kernel masks afterwards
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+
+RANDOM_CASES = {"ragged": 15, "decode": 14}  # per form: 7 * 29 = 203
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("phase", RANDOM_CASES)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_random_batches_agree_with_the_oracle(form, phase):
+    # derandomized: the same batches every time
+    @settings(
+        max_examples=RANDOM_CASES[phase],
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases(form, backend="gpu", decode_only=phase == "decode"))
+    def run(case):
+        check("gpu", case, attend)
+
+    run()
+
+
+def test_decode_of_one_long_context_beside_short_ones_and_padding():
+    check("gpu", make_case(FORMS["bfloat16"], [1, 160, 16, 65], [1] * 4, backend="gpu", decode_only=True), attend)
+
+
+def test_a_mixed_batch_of_prompts_chunks_decodes_and_empty_rows():
+    check("gpu", make_case(FORMS["bfloat16"], [64, 150, 0, 17, 129], [5, 1, 0, 17, 50], backend="gpu"), attend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bfloat16", "float16_windowed"])
+def test_a_cache_full_of_nan_is_as_good_as_one_of_zeros(name):
+    form = FORMS[name]
+    case = make_case(form, [33, 65, 100], [33, 1, 30], backend="gpu")
+    clean = check("gpu", case.with_pool(jnp.nan_to_num(case.pool)), attend)
+    np.testing.assert_array_equal(np.asarray(check("gpu", case, attend)), np.asarray(clean))
+
+
+def test_new_tokens_are_written_to_their_slots_and_nowhere_else():
+    check_write("gpu", make_case(FORMS["bfloat16"], [64, 150, 0, 17], [5, 1, 0, 17], backend="gpu"))
+
+
+@pytest.mark.parametrize("lens", [[64, 65, 1, 700], [5], [1] * 40], ids=lambda x: f"{len(x)}_sequences")
+@pytest.mark.parametrize("num_workers", [1, 7, 40])
+def test_the_line_is_cut_into_equal_pieces_without_gaps(lens, num_workers):
+    context_lens = jnp.array([*lens, 0, 9], jnp.int32)
+    decodes = jnp.array([True] * len(lens) + [False, False])
+    plan = gpu_decode.make_plan(decodes, context_lens, tile=64, num_workers=num_workers, sliding_window=None)
+    tiles = [-(-n // 64) for n in lens]
+    starts, bounds = np.asarray(plan.starts), np.asarray(plan.bounds)
+    np.testing.assert_array_equal(starts, np.cumsum([0, *tiles, 0, 0]))
+    assert bounds[0] == 0
+    assert bounds[-1] == sum(tiles)
+    assert np.diff(bounds).max() == -(-sum(tiles) // num_workers)
+    for w, (first, last) in enumerate(zip(plan.first, plan.last, strict=True)):
+        walked = [t for i in range(first, last) for t in range(*np.clip(starts[i : i + 2], *bounds[w : w + 2]))]
+        assert walked == list(range(bounds[w], bounds[w + 1]))
+
+
+# Faults planted in the kernels must show. Those that make the interpreter raise leave its state behind: cleared here.
+
+
+@pytest.fixture
+def fresh_interpreter():
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call  # the public module does not have it
+
+    yield
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def _keep_scores(s, *_):
+    return s
+
+
+def _nothing(*_, **__):
+    pass
+
+
+FAULTS = {
+    "decode reads past the context": (gpu_decode, "_mask_tile", _keep_scores, True),
+    "prefill looks ahead": (gpu_prefill, "_mask_scores", _keep_scores, False),
+    "prefill multiplies poisoned values": (gpu_prefill, "_clear_values", _nothing, False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_planted_fault_shows(monkeypatch, fault):
+    module, name, broken, decode_only = fault
+    news = [1, 1] if decode_only else [30, 70]
+    case = make_case(
+        FORMS["wide_heads"], [30, 70], news[:2] if decode_only else [30, 40], backend="gpu", decode_only=decode_only
+    )
+    monkeypatch.setattr(module, name, broken)
+    with pytest.raises(AssertionError, match=r"off by|no token may see"):
+        check("gpu", case, attend_without_cache)
+
+
+class _WithoutWaits:
+    """Pallas's GPU module, but waiting for a copy does nothing."""
+
+    def __getattr__(self, name):
+        return _nothing if name == "barrier_wait" else getattr(gpu_common.plgpu, name)
+
+
+@pytest.mark.slow
+def test_a_forgotten_wait_shows(monkeypatch, fresh_interpreter):
+    case = make_case(FORMS["wide_heads"], [30, 200], [1, 1], backend="gpu", decode_only=True)
+    monkeypatch.setattr(gpu_decode, "plgpu", _WithoutWaits())
+    with pytest.raises(Exception, match=r"off by|no token may see|[Rr]ace"):
+        check("gpu", case, attend_without_cache)
+
+
+# What the kernels cannot take is decided before anything runs.
+
+QWEN = AttentionForm(16, 8, 128, 256, "bfloat16", "9.0")
+REFUSED = {
+    "compute capability 8.0": QWEN._replace(compute_capability="8.0"),
+    "compute capability 10.0": QWEN._replace(compute_capability="10.0"),
+    "float32": QWEN._replace(dtype="float32"),
+    "head_dim=512": QWEN._replace(head_dim=512),
+    "more than 16": QWEN._replace(num_kv_heads=1, num_heads=32),
+    "kvcache_block_size=48": QWEN._replace(block_size=48),
+}
+
+
+def test_a_hopper_gpu_gets_the_kernels():
+    assert resolve_backend("auto", "gpu", QWEN) == resolve_backend("gpu", "cuda", QWEN) == "gpu"
+
+
+@pytest.mark.parametrize(("reason", "form"), REFUSED.items(), ids=REFUSED.keys())
+def test_what_the_kernels_cannot_take_falls_back_with_one_line(caplog, reason, form):
+    with caplog.at_level(logging.WARNING):
+        assert resolve_backend("auto", "gpu", form) == "xla"
+    (line,) = caplog.messages
+    assert reason in line
+
+
+@pytest.mark.parametrize(("reason", "form"), REFUSED.items(), ids=REFUSED.keys())
+def test_what_the_kernels_cannot_take_is_an_error_when_asked_for_by_name(reason, form):
+    with pytest.raises(ValueError, match=reason):
+        resolve_backend("gpu", "gpu", form)
+
+
+def test_the_kernels_refuse_a_pool_they_cannot_take():
+    case = make_case(FORMS["bfloat16"], [3], [3], backend="gpu")
+    with pytest.raises(ValueError, match="float32"):
+        paged_attention_gpu.attend(case.q, case.pool.astype(jnp.float32), *case.batch[1:], scale=1.0)
