@@ -1,13 +1,14 @@
 """Text in, text out."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.engine.llm_engine import EngineStats, LLMEngine, StepResult
+from jaxvllm.engine.llm_engine import EngineStats, LLMEngine
 from jaxvllm.engine.sequence import Sequence as EngineSequence
 from jaxvllm.models.loader import open_checkpoint, resolve_path
 from jaxvllm.outputs import RequestOutput
@@ -30,7 +31,8 @@ class LLM:
         checkpoint = open_checkpoint(resolve_path(config.model))
         self.tokenizer = load_tokenizer(checkpoint)
         self.engine = LLMEngine(config, checkpoint, self.tokenizer.eos_token_ids, use_tqdm=use_tqdm)
-        self._undelivered: list[RequestOutput] = []  # requests of add_request that ended inside a generate call
+        self._claimed: dict[int, RequestOutput | None] = {}  # requests of generate and stream calls under way
+        self._undelivered: list[RequestOutput] = []  # other requests that ended, for `step` to return
 
     @property
     def config(self) -> EngineConfig:
@@ -60,7 +62,7 @@ class LLM:
                 self.engine.make_sequence(token_ids, p)
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}") from error
-        request_ids = [self.engine.add_request(ids, p) for ids, p in zip(encoded, params, strict=True)]
+        request_ids = [self.engine.add_request(ids, p).seq_id for ids, p in zip(encoded, params, strict=True)]
         return self._run(request_ids, use_tqdm)
 
     def chat(
@@ -73,8 +75,8 @@ class LLM:
 
         A message is `{"role": "user", "content": "..."}`. Raises `ValueError` where the model has no template.
         """
-        if not messages:
-            raise ValueError("messages is empty: give at least one message.")
+        if not isinstance(messages, Sequence) or not messages:
+            raise ValueError(f"messages={messages!r}: give a list of at least one message.")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         prompts = [self.tokenizer.apply_chat_template(conversation) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -84,70 +86,86 @@ class LLM:
 
         Closing the iterator before its end aborts the request.
         """
-        request_id = self.add_request(prompt, sampling_params)
-        return self._stream(request_id)
+        params = _as_params(sampling_params, 1)[0]
+        token_ids = self._encode(prompt)
+        self.engine.make_sequence(token_ids, params)  # refuses here and now what the iterator would refuse later
+        return self._stream(token_ids, params)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queues one request and returns its number; `step` returns its output when it ends."""
-        return self.engine.add_request(self._encode(prompt), sampling_params or SamplingParams())
+        return self.engine.add_request(self._encode(prompt), _as_params(sampling_params, 1)[0]).seq_id
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the outputs of the requests that ended."""
-        outputs, self._undelivered = self._undelivered, []
         if not self.engine.is_finished():
-            outputs += [self._output(seq) for seq in self.engine.step().finished]
+            self._advance()
+        outputs, self._undelivered = self._undelivered, []
         return outputs
 
     def abort(self, request_id: int) -> RequestOutput | None:
         """Ends a request at once, frees its blocks and returns what it had; None when it is not running."""
         seq = self.engine.abort(request_id)
-        return None if seq is None else self._output(seq)
+        if seq is None:
+            return None
+        output = self._output(seq)
+        if request_id in self._claimed:
+            self._claimed[request_id] = output
+        return output
 
     def is_finished(self) -> bool:
         """Whether nothing is left for `step` to run or to return."""
         return self.engine.is_finished() and not self._undelivered
 
     def _run(self, request_ids: list[int], use_tqdm: bool) -> list[RequestOutput]:
-        outputs: dict[int, RequestOutput] = {}
-        remaining = set(request_ids)
-        try:
-            with tqdm(total=len(request_ids), desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as progress:
-                while remaining:
-                    for output in self._step_for(remaining)[1]:
-                        outputs[output.request_id] = output
-                        progress.update()
-                    progress.set_postfix_str(_rates(self.stats), refresh=False)
-        finally:
-            for request_id in remaining:
-                self.engine.abort(request_id)
-        return [outputs[request_id] for request_id in request_ids]
+        with (
+            self._claim(request_ids),
+            tqdm(total=len(request_ids), desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as progress,
+        ):
+            while (num_ended := sum(self._claimed[i] is not None for i in request_ids)) < len(request_ids):
+                progress.update(num_ended - progress.n)
+                self._advance()
+                progress.set_postfix_str(_rates(self.stats), refresh=False)
+            progress.update(num_ended - progress.n)
+            return [output for i in request_ids if (output := self._claimed[i]) is not None]
 
-    def _stream(self, request_id: int) -> Iterator[str]:
-        remaining = {request_id}
+    def _stream(self, token_ids: Sequence[int] | np.ndarray, params: SamplingParams) -> Iterator[str]:
         detokenizer = Detokenizer(self.tokenizer)
-        try:
-            while remaining:
-                result, _ = self._step_for(remaining)
-                for seq_id, token_id in result.new_tokens:
-                    if seq_id == request_id and (text := detokenizer.feed(token_id)):
-                        yield text
+        seq = self.engine.add_request(token_ids, params)
+        num_taken = 0
+        with self._claim([seq.seq_id]):
+            while not (seq.is_finished and num_taken == seq.num_completion_tokens):
+                if num_taken == seq.num_completion_tokens:
+                    self._advance()  # unless a step between two of our texts has brought tokens already
+                new = seq.completion_token_ids[num_taken:]
+                num_taken += len(new)
+                if text := "".join(map(detokenizer.feed, new)):
+                    yield text
             if text := detokenizer.flush():
                 yield text
-        finally:
-            for unfinished in remaining:
-                self.engine.abort(unfinished)
 
-    def _step_for(self, remaining: set[int]) -> tuple[StepResult, list[RequestOutput]]:
-        """Runs a step, takes what ended out of `remaining` and returns it; others' outputs are kept for `step`."""
-        result = self.engine.step()
-        own = []
-        for seq in result.finished:
+    @contextmanager
+    def _claim(self, request_ids: list[int]) -> Iterator[None]:
+        """Keeps the outputs of some requests for the caller; aborts those that have not ended when it leaves."""
+        self._claimed |= dict.fromkeys(request_ids)
+        try:
+            yield
+        finally:
+            for request_id in request_ids:
+                del self._claimed[request_id]
+                self.engine.abort(request_id)  # nothing, where it has ended
+
+    def _advance(self):
+        """Runs a step and hands what ended to whoever waits for it."""
+        for seq in self.engine.step().finished:
             output = self._output(seq)
-            (own if seq.seq_id in remaining else self._undelivered).append(output)
-            remaining.discard(seq.seq_id)
-        return result, own
+            if seq.seq_id in self._claimed:
+                self._claimed[seq.seq_id] = output
+            else:
+                self._undelivered.append(output)
 
     def _encode(self, prompt: Prompt, where: str = "") -> Sequence[int] | np.ndarray:
+        if not isinstance(prompt, (str, Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray, memoryview)):
+            raise ValueError(f"{where}{prompt!r} is no prompt: give text or a list of token ids.")
         if not isinstance(prompt, str):
             return prompt
         if not prompt:

@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 
 _SEED_LIMIT = 2**64
 _TOP_K_LIMIT = 2**31
+_TEMPERATURE_LIMIT = 1e30  # float32 on the device ends at 3e38
 
 
 def _is_int(value: object) -> bool:
@@ -44,6 +45,10 @@ class SamplingParams:
                 raise ValueError(f"{field}={value!r} is not a finite number.")
         if self.temperature < 0:
             raise ValueError(f"temperature={self.temperature} is negative: use 0 for greedy decoding.")
+        if self.temperature > _TEMPERATURE_LIMIT:
+            raise ValueError(
+                f"temperature={self.temperature} is above {_TEMPERATURE_LIMIT:.0e}: no token would be likelier."
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} is outside (0, 1]: use 1 to keep every token.")
         if not 0 <= self.min_p <= 1:

@@ -33,7 +33,8 @@ HOPPER = GpuChip()  # H100 SXM, H200 and GH200 alike
 def mma_transforms(width: int) -> tuple[Any, Any]:
     """Returns the tiling and swizzle wgmma wants of a 16-bit operand whose rows have `width` elements."""
     swizzle = min(128, width * 2)
-    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+    # pyright takes the two for abstract: their base class declares what jax registers elsewhere
+    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 def transposed(ref):
@@ -81,7 +82,7 @@ def product(a, b) -> jax.Array:
         plgpu.wgmma(acc_ref, a, b)
         return acc_ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def add_product(acc: jax.Array, a, b, *, interpreted: bool) -> jax.Array:
@@ -91,4 +92,4 @@ def add_product(acc: jax.Array, a, b, *, interpreted: bool) -> jax.Array:
     """
     if interpreted:
         return acc + product(a, b)
-    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(acc))
+    return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(acc))  # pyright: ignore[reportPrivateImportUsage, reportReturnType]

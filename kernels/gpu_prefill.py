@@ -116,7 +116,8 @@ def _prefill_kernel(
 
     GMEM: q and out o [T, N*H], pool [B, K, P, 2H], tables [S, M], lens [S] (0: not for this kernel), cu [S+1],
     first and last [tiles], the sequences that own tokens of a tile. SMEM: kv [slots, tile, 2H] the ring,
-    q [2, 64, H], later the output, p [2, 64, tile], columns [2, tile], 0 to tile - 1 once per warpgroup. Barriers: loaded and
+    q [2, 64, H], later the output, p [2, 64, tile], columns [2, tile], 0 to tile - 1 once per warpgroup.
+    Barriers: loaded and
     consumed [slots], q_loaded [2], cleared.
     """
     head, group_id = lax.axis_index("head"), lax.axis_index("warpgroup")
@@ -153,7 +154,7 @@ def _prefill_kernel(
         q_rows, p_rows, columns = q_smem.at[group_id], p_smem.at[group_id], columns_smem.at[group_id]
         columns[...] = plgpu.broadcasted_iota(jnp.int32, columns.shape, 0, layout=WGMMA.reduce(0))
         boxes = _boxes(head, group_id, token, config, q_smem.shape[2])
-        for b, (source, _) in enumerate(boxes):
+        for b, (source, _rows) in enumerate(boxes):
             plgpu.copy_gmem_to_smem(
                 q_ref.at[source], q_rows.at[pl.ds(b * config.box, config.box)], q_loaded.at[group_id]
             )
@@ -287,7 +288,7 @@ def _mask_scores(s, base, first_token, columns_smem, segment: Segment, config: P
     last = jnp.where(is_own, token + (segment.shift - base), jnp.full_like(token, -1))
     column = plgpu.load(columns_smem, layout=WGMMA.reduce(0), optimized=False)
     behind = lax.broadcast_in_dim(last, s.shape, [0]) - lax.broadcast_in_dim(column, s.shape, [1])
-    if config.sliding_window is None:
+    if config.sliding_window is None:  # noqa: SIM108  # the other branch has something to say
         visible = behind >= 0
     else:  # both bounds in one comparison: a column ahead is far behind as an unsigned number
         visible = behind.astype(jnp.uint32) < config.sliding_window

@@ -12,7 +12,6 @@ the window's edge or at the context's end take the body with masks.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -128,7 +127,7 @@ def _ragged_kernel(
 
     def step(state):
         s, t, c, kv_slot, q_slot = state
-        row, rows, first, _ = tile_of(s, t)
+        row, rows, first, _height = tile_of(s, t)
         base, live = chunk_of(s, t, c)
         next_s, next_t, next_c = advance(s, t, c)
         last = next_c == 0  # the next step has another tile

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-
 from jaxvllm.models.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -98,7 +96,7 @@ def read_hf_config(folder: Path, raw: Mapping[str, Any], stored_dtype: Callable[
     """
     path = folder / "config.json"
     if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method")
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ValueError(f"{path}: quantised weights ({method}) are not supported: use the unquantised checkpoint.")
     try:
         hf_config = import_transformers().AutoConfig.from_pretrained(
@@ -109,7 +107,7 @@ def read_hf_config(folder: Path, raw: Mapping[str, Any], stored_dtype: Callable[
         if (generation := folder / "generation_config.json").is_file():
             ends |= _end_ids(read_json(generation).get("eos_token_id"))
         return ModelConfig.from_hf(hf_config, dtype=str(dtype).removeprefix("torch."), eos_token_ids=ends)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except Exception as error:  # with values that make no sense transformers and we fail in any way
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -119,7 +117,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}): a checkpoint folder needs it.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): is the file complete?") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object.")

@@ -37,7 +37,7 @@ class HFFolder:
     @cached_property
     def config(self) -> ModelConfig:
         raw = read_json(self.path / "config.json")
-        registry.resolve(raw.get("model_type", "missing"))  # before transformers meets what it may not know either
+        registry.resolve(str(raw.get("model_type", "missing")))  # before transformers meets what it may not know either
         return read_hf_config(self.path, raw, self._stored_dtype)
 
     @cached_property
@@ -81,8 +81,12 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
         return {folder / _SINGLE: set()}
     if (folder / _INDEX).is_file():
         weight_map = read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{folder / _INDEX} has no weight_map.")
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(f, str) for f in weight_map.values())
+        ):
+            raise ValueError(f"{folder / _INDEX} has no weight_map from tensors to files.")
         shards: dict[Path, set[str]] = {}
         for name, file in weight_map.items():
             shards.setdefault(folder / file, set()).add(name)

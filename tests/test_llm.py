@@ -1,7 +1,9 @@
 """Text in, text out: the shapes of prompts and parameters, NanoVLLM's script, chat, streams."""
 
+from itertools import zip_longest
+
 import pytest
-from engines import GREEDY, forget, make_llm
+from engines import GREEDY, assert_all_blocks_free, forget, make_llm
 
 from jaxvllm import LLM, SamplingParams
 
@@ -56,7 +58,7 @@ def test_parameters_that_do_not_match_the_prompts_are_refused(llm):
     assert llm.is_finished()
 
 
-@pytest.mark.parametrize("prompts", [None, 7, [None], [{"prompt": "a"}], [["a", "b"]]])
+@pytest.mark.parametrize("prompts", [None, 7, b"ab", [None], [b"ab"], [{"prompt": "a"}], [["a", "b"]]])
 def test_what_is_no_prompt_is_refused(llm, prompts):
     with pytest.raises(ValueError, match="prompt"):
         llm.generate(prompts, PARAMS, use_tqdm=False)
@@ -71,9 +73,10 @@ def test_chat_goes_through_the_template(llm):
     assert len(llm.chat([messages, messages], PARAMS, use_tqdm=False)) == 2
 
 
-def test_chat_without_messages_is_refused(llm):
-    with pytest.raises(ValueError, match="messages is empty"):
-        llm.chat([], PARAMS, use_tqdm=False)
+@pytest.mark.parametrize("messages", [[], None, 5, "hi", {"role": "user", "content": "x"}, [["hi"]]])
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(ValueError, match="message"):
+        llm.chat(messages, PARAMS, use_tqdm=False)
 
 
 def test_stream_yields_the_text_of_generate(llm):
@@ -86,6 +89,54 @@ def test_closed_stream_aborts_its_request(llm):
     next(stream)
     stream.close()
     assert llm.is_finished()
+
+
+LONG = SamplingParams(**GREEDY, max_tokens=12)
+
+
+def test_stream_that_was_never_read_has_queued_nothing(llm):
+    llm.stream("hello", LONG).close()
+    assert llm.is_finished()
+
+
+def test_stream_refuses_a_bad_prompt_before_it_is_read(llm):
+    with pytest.raises(ValueError, match="empty"):
+        llm.stream([], LONG)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 60])  # the call inside ends before the stream, and after it
+def test_generate_inside_a_stream_leaves_the_stream_whole(llm, max_tokens):
+    [whole] = llm.generate("hello", LONG, use_tqdm=False)
+    texts = []
+    for text in llm.stream("hello", LONG):
+        texts.append(text)
+        if len(texts) == 1:
+            [inner] = llm.generate("other", SamplingParams(**GREEDY, max_tokens=max_tokens), use_tqdm=False)
+            assert len(inner.token_ids) == max_tokens
+    assert "".join(texts) == whole.text
+    assert llm.is_finished()
+    assert_all_blocks_free(llm)
+
+
+def test_two_streams_read_in_turns_are_both_whole(llm):
+    [whole] = llm.generate("hello", LONG, use_tqdm=False)
+    pairs = zip_longest(llm.stream("hello", LONG), llm.stream("hello", LONG), fillvalue="")
+    first, second = zip(*pairs, strict=True)
+    assert "".join(first) == "".join(second) == whole.text
+
+
+def test_output_is_not_lost_when_a_later_step_fails(llm, monkeypatch):
+    request_id = llm.add_request("first", SamplingParams(**GREEDY, max_tokens=1))
+    llm.generate("second", SamplingParams(**GREEDY, max_tokens=4), use_tqdm=False)
+    other = llm.add_request("third", PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model_runner, "run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.step()
+    ended = [output.request_id for output in llm.step()]
+    while not llm.is_finished():
+        ended += [output.request_id for output in llm.step()]
+    assert ended == [request_id, other]
 
 
 def test_request_that_ends_inside_another_call_is_returned_by_the_next_step(llm):

@@ -241,6 +241,11 @@ class TestEnds:
         assert output.token_ids[:3] == tokens[:3]
         assert tokens[3] not in output.token_ids[:5]
 
+    def test_stop_id_outside_the_vocabulary_is_refused(self, llm):
+        for stop_token_id in (512, 2**31, 2**40):
+            with pytest.raises(ValueError, match=rf"{stop_token_id}.*vocabulary of 512"):
+                llm.add_request([1], greedy(stop_token_ids=[stop_token_id], min_tokens=1))
+
     def test_too_many_ids_to_hold_back_are_refused(self, llm):
         with pytest.raises(ValueError, match="min_tokens=1 with 20 end ids"):
             llm.add_request([1], greedy(stop_token_ids=range(20), min_tokens=1))

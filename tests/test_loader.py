@@ -212,6 +212,14 @@ def test_broken_header_is_named(header, folder):
         load_model(folder)
 
 
+@pytest.mark.parametrize("weight_map", [{}, [], {"a": 5}, {"a": None}])
+def test_index_that_names_no_files_is_refused(folder, weight_map):
+    split_into_shards(folder)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index.json has no weight_map"):
+        load_model(folder)
+
+
 def test_shards_without_an_index_are_refused(folder):
     split_into_shards(folder)
     (folder / INDEX).unlink()

@@ -139,6 +139,9 @@ def test_end_ids_are_the_union_of_both_files(in_config, in_generation_config, en
         ({"num_key_value_heads": 3}, r"config\.json: num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"num_hidden_layers": 0}, "num_layers=0"),
         ({"hidden_size": "many"}, r"config\.json"),
+        ({"num_attention_heads": 0}, r"config\.json"),
+        ({"model_type": ["llama"]}, r"model_type=.*llama.* is not supported"),
+        ({"quantization_config": "gptq"}, r"quantised weights \(gptq\)"),
     ],
 )
 def test_what_the_layers_cannot_do_is_refused_by_name(changes, message, tmp_path):
@@ -149,7 +152,7 @@ def test_what_the_layers_cannot_do_is_refused_by_name(changes, message, tmp_path
         read_config(path)
 
 
-@pytest.mark.parametrize("content", ["", '{"model_type": "llama"', "[1, 2]"])
+@pytest.mark.parametrize("content", ["", '{"model_type": "llama"', "[1, 2]", "[" * 100_000])
 def test_broken_config_file_is_named(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"config\.json"):

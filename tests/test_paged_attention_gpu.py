@@ -29,7 +29,7 @@ def test_random_batches_agree_with_the_oracle(form, phase):
         derandomize=True,
         deadline=None,
         database=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]  # the enum lists its members
     )
     @given(case=cases(form, backend="gpu", decode_only=phase == "decode"))
     def run(case):

@@ -9,6 +9,7 @@ from jaxvllm import SamplingParams
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        ("temperature", 1e300),
         ("temperature", "hot"),
         ("max_tokens", 0),
         ("max_tokens", -1),

@@ -164,6 +164,13 @@ def test_messages_that_the_template_refuses_are_a_value_error(changed):
         tokenizer.apply_chat_template([{"role": "system", "content": "x"}])
 
 
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ '{a}'.format() }}", "{% if", "{{ messages[9].content.x }}"])
+def test_template_that_fails_is_a_value_error(changed, template):
+    tokenizer = load_tokenizer(changed(tokenizer_config=lambda config: config.update(chat_template=template)))
+    with pytest.raises(ValueError, match="refuses these messages"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
 def test_without_a_chat_template_there_is_a_remedy(changed):
     tokenizer = load_tokenizer(changed(tokenizer_config=lambda config: config.pop("chat_template")))
     with pytest.raises(ValueError, match=r"no chat template: give a plain prompt"):

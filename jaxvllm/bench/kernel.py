@@ -61,7 +61,9 @@ def lower_attend(case: Case) -> jax.stages.Lowered:
     pool = kv_cache.pool_shape(4096, case.num_kv_heads, case.block_size, case.head_dim, "tpu")
     S, T, M = case.num_seqs, case.num_tokens, shape_of(case).blocks_per_seq
     q = array(T, case.num_heads, case.head_dim, dtype=case.dtype)
-    return lower_for(case.chip, attend, q, array(*pool, dtype=case.dtype), array(S, M), array(S), array(S + 1), array(1))
+    return lower_for(
+        case.chip, attend, q, array(*pool, dtype=case.dtype), array(S, M), array(S), array(S + 1), array(1)
+    )
 
 
 @dataclass(kw_only=True)

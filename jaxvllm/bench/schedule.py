@@ -4,6 +4,7 @@
 libtpu loads; `read_schedule` starts it. A bundle is what a core issues in one cycle.
 """
 
+import itertools
 import json
 import os
 import re
@@ -70,7 +71,7 @@ def parse(bundles: str, utilization: str) -> Iterator[Region]:
                 marks.append((count, match[1] == "LB", len(match[2])))
             count += 1
     marks.append((count, False, 0))
-    for (begin, begins_loop, depth), (end, _, _) in zip(marks, marks[1:], strict=False):
+    for (begin, begins_loop, depth), (end, _, _) in itertools.pairwise(marks):
         yield Region(depth, begins_loop, end - begin, sum(mxu[begin:end]))
 
 

@@ -83,8 +83,8 @@ class LLMEngine:
         self.stats.compiled = compile_count() - compiled_before
         self.stats.start_s = perf_counter() - start
 
-    def add_request(self, token_ids: AnySequence[int] | np.ndarray, params: SamplingParams) -> int:
-        """Queues a request and returns its number.
+    def add_request(self, token_ids: AnySequence[int] | np.ndarray, params: SamplingParams) -> Sequence:
+        """Queues a request and returns its sequence; `seq_id` is its number.
 
         `max_tokens` is cut to what `max_model_len` and the cache can hold: such a request ends with reason "length".
         Raises `ValueError`, with nothing queued, for a prompt that is empty, holds an id outside the vocabulary, or
@@ -94,13 +94,18 @@ class LLMEngine:
         self._num_requests += 1
         self._sequences[seq.seq_id] = seq
         self.scheduler.add(seq)
-        return seq.seq_id
+        return seq
 
     def make_sequence(self, token_ids: AnySequence[int] | np.ndarray, params: SamplingParams) -> Sequence:
         """Checks a request as `add_request` does and returns its sequence, without queuing it."""
         prompt = self._checked_prompt(token_ids)
         config = self.config
         assert isinstance(config.eos, frozenset)
+        vocab_size = self.model_config.vocab_size
+        if any(stop_id >= vocab_size for stop_id in params.stop_token_ids):
+            raise ValueError(
+                f"stop_token_ids={params.stop_token_ids} goes past the model's vocabulary of {vocab_size} ids."
+            )
         banned = banned_ids(params.stop_token_ids, params.ignore_eos, config.eos)
         if params.min_tokens and len(banned) > MAX_BANNED_IDS:
             raise ValueError(

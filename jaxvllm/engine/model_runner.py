@@ -83,10 +83,12 @@ class ModelRunner:
 
     def restore_cache(self) -> bool:
         """After a step that failed: allocates the cache anew if the step took it along; returns whether it did."""
-        lost = any(pool.is_deleted() for pool in self._kv_cache)
-        if lost:
+        try:
+            jax.block_until_ready(self._kv_cache)  # raises where it was donated, or comes from a step that failed later
+        except (RuntimeError, ValueError):
             self._kv_cache = self._allocate_cache()
-        return lost
+            return True
+        return False
 
     def warm_up(self, show_progress: bool = True):
         """Compiles every bucket ahead of time, several at once; XLA leaves Python's lock while it compiles."""
