@@ -189,7 +189,7 @@ def _as_prompts(prompts: object) -> list[Prompt]:
     """One prompt (text, or a list of ids) becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, (Sequence, np.ndarray)):
+    if not isinstance(prompts, (Sequence, np.ndarray)) or (isinstance(prompts, np.ndarray) and not prompts.ndim):
         raise ValueError(f"prompts={prompts!r}: a prompt is text or a list of token ids, prompts are a list of them.")
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         prompts = [prompts]

@@ -2,6 +2,7 @@
 
 from itertools import zip_longest
 
+import numpy as np
 import pytest
 from engines import GREEDY, assert_all_blocks_free, forget, make_llm
 
@@ -58,7 +59,9 @@ def test_parameters_that_do_not_match_the_prompts_are_refused(llm):
     assert llm.is_finished()
 
 
-@pytest.mark.parametrize("prompts", [None, 7, b"ab", [None], [b"ab"], [{"prompt": "a"}], [["a", "b"]]])
+@pytest.mark.parametrize(
+    "prompts", [None, 7, np.array(5), b"ab", [None], ["a", np.array(5)], [b"ab"], [{"prompt": "a"}], [["a", "b"]]]
+)
 def test_what_is_no_prompt_is_refused(llm, prompts):
     with pytest.raises(ValueError, match="prompt"):
         llm.generate(prompts, PARAMS, use_tqdm=False)

@@ -169,6 +169,8 @@ class LLMEngine:
         stats.compiled = compile_count() - self._compiled_before
 
     def _checked_prompt(self, token_ids: AnySequence[int] | np.ndarray) -> list[int]:
+        if isinstance(token_ids, np.ndarray) and token_ids.ndim != 1:
+            raise ValueError(f"the prompt is an array of shape {token_ids.shape}: token ids have one axis.")
         prompt = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token.")
