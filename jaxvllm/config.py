@@ -43,10 +43,12 @@ class EngineConfig:
     seed: int = 0  # of the requests that give none
 
     def __post_init__(self):
+        if not isinstance(self.model, str) or not self.model:
+            raise ValueError(f"model={self.model!r}: give a folder, a .gguf file or a hub name.")
         for field in ("token_buckets", "seq_buckets", "block_buckets"):
-            object.__setattr__(self, field, tuple(getattr(self, field)))
+            object.__setattr__(self, field, _collected(field, getattr(self, field), tuple))
         if not isinstance(self.eos, int):
-            object.__setattr__(self, "eos", frozenset(self.eos))
+            object.__setattr__(self, "eos", _collected("eos", self.eos, frozenset))
         self._check_counts()
         self._check_choices()
         self._check_buckets()
@@ -140,6 +142,13 @@ def _check_names(names: Iterable[str]):
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _collected(name: str, values: Any, kind: type) -> Any:
+    try:
+        return kind(values)
+    except TypeError:
+        raise ValueError(f"{name}={values!r} is not a list of whole numbers.") from None
 
 
 def _check_choice(name: str, value: object, choices: Collection[object]):

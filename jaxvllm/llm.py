@@ -1,5 +1,6 @@
 """Text in, text out."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,11 +24,12 @@ class LLM:
     """A model ready to generate: `LLM("Qwen/Qwen3-0.6B").generate("Hello")`.
 
     `model` is a Hugging Face folder, a GGUF file or a hub name; the options are the fields of `EngineConfig`.
-    Everything that is wrong with a request raises `ValueError` before any of the call's requests is queued.
+    Everything that is wrong with a request raises `ValueError` before any of the call's requests is queued. Not for
+    several threads at once: one thread drives an engine.
     """
 
-    def __init__(self, model: str, *, use_tqdm: bool = True, **options: Any):
-        config = EngineConfig.from_options(str(model), options)
+    def __init__(self, model: str | os.PathLike[str], *, use_tqdm: bool = True, **options: Any):
+        config = EngineConfig.from_options(os.fspath(model) if isinstance(model, os.PathLike) else model, options)
         checkpoint = open_checkpoint(resolve_path(config.model))
         self.tokenizer = load_tokenizer(checkpoint)
         self.engine = LLMEngine(config, checkpoint, self.tokenizer.eos_token_ids, use_tqdm=use_tqdm)
@@ -59,7 +61,7 @@ class LLM:
         encoded = [self._encode(prompt, f"prompt {i}: ") for i, prompt in enumerate(prompts)]
         for i, (token_ids, p) in enumerate(zip(encoded, params, strict=True)):
             try:
-                self.engine.make_sequence(token_ids, p)
+                self.engine.make_sequence(token_ids, p)  # all are checked before the first is queued
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}") from error
         request_ids = [self.engine.add_request(ids, p).seq_id for ids, p in zip(encoded, params, strict=True)]
@@ -170,7 +172,10 @@ class LLM:
             return prompt
         if not prompt:
             raise ValueError(f"{where}the prompt is empty: give at least one token.")
-        return self.tokenizer.encode(prompt)
+        try:
+            return self.tokenizer.encode(prompt)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from error
 
     def _output(self, seq: EngineSequence) -> RequestOutput:
         assert seq.finish_reason is not None

@@ -55,6 +55,14 @@ class ModelConfig:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}.")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is not even: rotary embeddings turn pairs.")
+        if not 0 < self.rms_norm_eps < 1:
+            raise ValueError(f"rms_norm_eps={self.rms_norm_eps} is not a small positive number.")
+        if self.max_position_embeddings < 2:
+            raise ValueError(f"max_position_embeddings={self.max_position_embeddings} leaves no room for a request.")
+        if any(window is not None and window < 1 for window in self.sliding_windows):
+            raise ValueError(f"sliding_window={min(w for w in self.sliding_windows if w is not None)} is below 1.")
+        if not all(isinstance(end_id, int) and end_id >= 0 for end_id in self.eos_token_ids):
+            raise ValueError(f"eos_token_id: {sorted(map(str, self.eos_token_ids))} are not all token ids.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is none of {', '.join(DTYPES)}: convert the checkpoint first.")
 

@@ -35,7 +35,7 @@ class GGUFFile:
     def config(self) -> ModelConfig:
         try:
             return self._read_config()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ZeroDivisionError) as error:
             raise ValueError(f"{self.path}: {error}") from error
 
     @property
@@ -90,6 +90,8 @@ class GGUFFile:
         if (turned := self._optional("rope.dimension_count", head_dim)) != head_dim:
             raise ValueError(f"rope.dimension_count={turned} is not the head size {head_dim}: that is not supported.")
         num_layers = self._value("block_count")
+        if num_layers > len(self._tensors):
+            raise ValueError(f"block_count={num_layers} layers do not fit {len(self._tensors)} tensors.")
         return ModelConfig(
             model_type=_MODEL_TYPES[self._arch],
             vocab_size=self._shape("token_embd.weight")[0],

@@ -81,11 +81,7 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
         return {folder / _SINGLE: set()}
     if (folder / _INDEX).is_file():
         weight_map = read_json(folder / _INDEX).get("weight_map")
-        if (
-            not isinstance(weight_map, dict)
-            or not weight_map
-            or not all(isinstance(f, str) for f in weight_map.values())
-        ):
+        if not isinstance(weight_map, dict) or not weight_map or not all(_is_file_name(f) for f in weight_map.values()):
             raise ValueError(f"{folder / _INDEX} has no weight_map from tensors to files.")
         shards: dict[Path, set[str]] = {}
         for name, file in weight_map.items():
@@ -100,6 +96,11 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
     if files:
         raise ValueError(f"{folder} holds {len(files)} safetensors files and no {_INDEX} that says what is where.")
     raise ValueError(f"{folder} holds no safetensors file: other formats of weights must be converted first.")
+
+
+def _is_file_name(value: object) -> bool:
+    """Whether an index names a file of its own folder."""
+    return isinstance(value, str) and Path(value).name == value
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:

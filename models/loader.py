@@ -34,7 +34,10 @@ def resolve_path(name: str) -> Path:
     Only a name like `Qwen/Qwen3-0.6B` that is no existing path reaches the network. Raises ValueError on a path that
     does not exist and OSError, saying what to do, when the hub does not deliver.
     """
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:  # no such user
+        raise ValueError(f"{name!r}: {error}") from error
     if name and path.exists():  # Path("") is the current folder
         return path
     looks_like_path = name.startswith((".", "/", "~")) or name.endswith(".gguf") or "\\" in name
@@ -79,6 +82,8 @@ def load_model(
     config = checkpoint.config
     if dtype != "auto":
         config = dataclasses.replace(config, dtype=dtype)
+    if config.num_layers > len(checkpoint.shapes):
+        raise ValueError(f"{checkpoint.path}: {config.num_layers} layers do not fit {len(checkpoint.shapes)} tensors.")
     architecture = registry.resolve(config.model_type)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: architecture.make(config)))
     weights = {".".join(map(str, keys)): (keys, param) for keys, param in nnx.to_flat_state(state)}

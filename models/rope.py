@@ -33,6 +33,12 @@ class RopeConfig:
             )
         if missing := [name for name in _REQUIRED[self.rope_type] if getattr(self, name) is None]:
             raise ValueError(f"rotary type {self.rope_type!r} needs {', '.join(missing)}: the checkpoint gives none.")
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} of the rotary embedding is not a positive number.")
+        if self.low_freq_factor is not None and self.low_freq_factor == self.high_freq_factor:
+            raise ValueError(f"low_freq_factor and high_freq_factor are both {self.low_freq_factor}: they must differ.")
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, Any]) -> "RopeConfig":

@@ -58,6 +58,8 @@ def test_option_like_no_other_is_refused_with_the_list():
         ("token_buckets", (64, 32)),
         ("token_buckets", (16, 64)),
         ("token_buckets", "16"),
+        ("token_buckets", 5),
+        ("eos", None),
         ("seq_buckets", (0, 256)),
         ("seq_buckets", (8,)),
         ("block_buckets", (4,)),

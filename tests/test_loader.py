@@ -212,7 +212,7 @@ def test_broken_header_is_named(header, folder):
         load_model(folder)
 
 
-@pytest.mark.parametrize("weight_map", [{}, [], {"a": 5}, {"a": None}])
+@pytest.mark.parametrize("weight_map", [{}, [], {"a": 5}, {"a": None}, {"a": "../x.safetensors"}])
 def test_index_that_names_no_files_is_refused(folder, weight_map):
     split_into_shards(folder)
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
