@@ -69,9 +69,7 @@ def compile_steps(chip_spec: str, path: Path, config: EngineConfig) -> Iterator[
         yield _compile_step(f"{name} {bucket.num_tokens} tokens", chip, bucket, model_config, config)
 
 
-def _compile_step(
-    name: str, chip: str, bucket: Bucket, model: ModelConfig, config: EngineConfig
-) -> StepReport:
+def _compile_step(name: str, chip: str, bucket: Bucket, model: ModelConfig, config: EngineConfig) -> StepReport:
     architecture = registry.resolve(model.model_type)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: architecture.make(model)))
     dtype = jnp.dtype(model.dtype)
@@ -93,6 +91,7 @@ def _compile_step(
     begin = time.perf_counter()
     step = partial(engine_step, graphdef, bucket=bucket, backend="tpu")
     memory = lower_for(chip, step, params, cache, packed, donate=(1,)).compile().memory_analysis()
+    assert memory is not None  # the TPU's compiler knows
     return StepReport(
         name=name,
         compile_s=time.perf_counter() - begin,

@@ -88,7 +88,5 @@ def _ragged(q, pool, block_tables, lens, cu_seqlens_q, num_seqs, tiles, options)
         end = min(begin + tiles.seqs_per_call, S)
         count = jnp.clip(num_seqs - begin, 0, end - begin)
         cu = cu_seqlens_q[begin : end + 1]
-        out = attend_ragged(
-            q, pool, out, block_tables[begin:end], lens[begin:end], cu, count, tiles=tiles, **options
-        )
+        out = attend_ragged(q, pool, out, block_tables[begin:end], lens[begin:end], cu, count, tiles=tiles, **options)
     return out

@@ -59,9 +59,7 @@ def _decode_kernel(
         for w in range(W):
             _, base, live = span(g, c, w)
             row, first = (g * W + w) * M + base, w * (C // P)
-            tpu.start_blocks(
-                tables, row, live, pool, kv_buf.at[slot], first, sems.at[slot], heads=heads, grain=grain
-            )
+            tpu.start_blocks(tables, row, live, pool, kv_buf.at[slot], first, sems.at[slot], heads=heads, grain=grain)
 
     def fold(slot, lives, lows, boundary, i, _):
         """Folds tokens [i * CC, (i + 1) * CC) of every sequence in; `boundary`: some end among them."""

@@ -54,7 +54,7 @@ def interpreted(monkeypatch):
         yield
 
 
-def compiled(body=paged_attention_tpu.attend, chip="tiny"):
+def compiled(body=paged_attention_tpu.attend, chip: str | None = "tiny"):
     static = ("scale", "sliding_window", "logits_soft_cap", "decode_only")
     return jax.jit(functools.partial(body, chip=chip), static_argnames=static)
 
@@ -132,8 +132,7 @@ def test_the_order_of_a_batch_does_not_matter_nor_its_repetition(decode_only):
     case = make_case(FORM, lens, news, backend="tpu", decode_only=decode_only)
     order = [3, 0, 4, 2, 1]
     one, other = (
-        np.split(np.asarray(check("tpu", c, _attend)), c.batch.cu_seqlens_q[1:])
-        for c in (case, case.reordered(order))
+        np.split(np.asarray(check("tpu", c, _attend)), c.batch.cu_seqlens_q[1:]) for c in (case, case.reordered(order))
     )
     for place, s in enumerate(order):
         np.testing.assert_allclose(other[place], one[s], rtol=0, atol=2e-6)
@@ -193,19 +192,23 @@ def test_what_the_kernel_is_not_made_for_is_refused_with_the_reason(change, mess
     pool = jnp.zeros((2, K, form.block_size, 2 * (-(-H // 128) * 128)), form.dtype)
     q, lens = jnp.zeros((1, form.num_heads, H), form.dtype), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match=message):
-        paged_attention.attend(
-            q, pool, lens[None], lens, jnp.zeros(2, jnp.int32), lens, scale=1.0, backend="tpu"
-        )
+        paged_attention.attend(q, pool, lens[None], lens, jnp.zeros(2, jnp.int32), lens, scale=1.0, backend="tpu")
 
 
 # The suite itself: a fault planted in a kernel must show. Each is a change of the kernel's text.
 FAULTS = {
-    "a race: both steps in one buffer": {"kv_buf.at[slot]": "kv_buf.at[0]", "kv_buf.at[kv_slot]": "kv_buf.at[0]",
-                                         "fold, kv_slot,": "fold, 0,", "kv_buf.at[1 - kv_slot]": "kv_buf.at[0]"},
-    "off by one in the last block": {"visible = column < ": "visible = column <= ", "visible = ahead >= 0": "visible = ahead >= -1"},
+    "a race: both steps in one buffer": {
+        "kv_buf.at[slot]": "kv_buf.at[0]",
+        "kv_buf.at[kv_slot]": "kv_buf.at[0]",
+        "fold, kv_slot,": "fold, 0,",
+    },
+    "off by one in the last block": {
+        "visible = column < ": "visible = column <= ",
+        "visible = ahead >= 0": "visible = ahead >= -1",
+    },
     "a read past the context": {" if boundary else v": " if False else v", " if masked else v": " if False else v"},
     "a missing wait": {"tpu.wait_blocks(": "(lambda *args, **options: None)("},
-}  # fmt: skip
+}
 
 
 def planted(module: types.ModuleType, changes: dict[str, str]) -> types.ModuleType:
@@ -229,6 +232,6 @@ def test_a_planted_fault_shows(monkeypatch, fault, decode_only):
     monkeypatch.setattr(paged_attention_tpu, f"attend_{name}", getattr(faulty, f"attend_{name}"))
     lens, news = [77, 120, 33, 5], [1] * 4 if decode_only else [30, 1, 33, 5]
     case = make_case(FORM, lens, news, backend="tpu", decode_only=decode_only)
-    with pytest.raises(Exception, match="off by|no token may see|RACE DETECTED|not zero"):
+    with pytest.raises(Exception, match=r"off by|no token may see|RACE DETECTED|not zero"):
         check("tpu", case, compiled())
     pltpu.reset_tpu_interpret_mode_state()

@@ -4,12 +4,14 @@
 libtpu loads; `read_schedule` starts it. A bundle is what a core issues in one cycle.
 """
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,14 +72,12 @@ def parse(bundles: str, utilization: str) -> Iterator[Region]:
                 marks.append((count, match[1] == "LB", len(match[2])))
             count += 1
     marks.append((count, False, 0))
-    for (begin, begins_loop, depth), (end, _, _) in zip(marks, marks[1:], strict=False):
+    for (begin, begins_loop, depth), (end, _, _) in itertools.pairwise(marks):
         yield Region(depth, begins_loop, end - begin, sum(mxu[begin:end]))
 
 
 def _compile_and_parse(case: Case, folder: Path) -> tuple[list[Region], float]:
-    import time
-
-    from jaxvllm.bench.kernel import lower_attend
+    from jaxvllm.bench.kernel import lower_attend  # which imports this module
 
     lowered = lower_attend(case)
     begin = time.perf_counter()
