@@ -184,10 +184,11 @@ def prefill_report(chip: str, heads: tuple[int, int, int], num_tokens: int, bloc
     starts = range(0, num_tokens, Q)
     chunks = [(-(-(first + Q) // C), first // C) for first in starts]  # all, and those without masks
     fold_cycles = K * sum((total - plain) * masked + plain * inside for total, plain in chunks)
-    # loops without products: copies; turning and clearing a small tile, a large one; turning back a small, a large
-    loops = [r.bundles for r in regions if r.depth == 2 and r.begins_loop and not r.mxu][-6:]
+    # loops without products: copies; turning and clearing a small tile, a large one; turning back a small, a large.
+    # Heads that are turned at once are no loop, and stand in the step's own regions, which is too often.
+    loops = [r.bundles for r in regions if r.depth == 2 and r.begins_loop and not r.mxu]
     turns = shape.num_heads // min(shape.num_heads, shape.sublanes)
-    tile_cycles = turns * (loops[2] + loops[5]) + K * loops[3]
+    tile_cycles = K * loops[-1] if turns == 1 else turns * (loops[-4] + loops[-1]) + K * loops[-3]
     step_cycles = sum(r.bundles for r in regions if r.depth == 1)
     cycles = fold_cycles + len(starts) * tile_cycles + sum(total for total, _ in chunks) * step_cycles
     width = facts.mxu_width
@@ -232,6 +233,8 @@ def decode_report(chip: str, heads: tuple[int, int, int], workload: str, block_s
         "bytes_moved": moved,
         "bytes_floor": trips.floor_bytes,
         "bytes_ratio": moved / trips.floor_bytes,
+        "jax_bytes_ratio": count_jax_decode(lens, case) / trips.floor_bytes,
+        "jax_tokens_per_fetch": jax_tokens_per_block(case),
         "flops": 4 * sum(lens) * N * H,
         "cycles": cycles,
         "sub_chunk_cycles": inside,
