@@ -5,9 +5,9 @@ starts the copies of the next step's blocks and queries, waits for its own, and 
 softmax of the tile. A tile has `queries` new tokens, or, where no more than `few` are left (a decode among
 prefills, a handful of drafted tokens), only `few`: the two heights are two bodies of the same code.
 
-Queries come token by token, all heads together, and a matrix product wants the rows of one KV head: `begin`
-turns [tokens, some heads] into [some heads, tokens], `finish` turns the answer back. Only chunks on the diagonal, at
-the window's edge or at the context's end take the body with masks.
+Queries come token by token, all heads together, and a matrix product wants the rows of one KV head: `_begin_tile`
+turns [tokens, some heads] into [some heads, tokens], `_finish_tile` turns the answer back. Only chunks on the
+diagonal, at the window's edge or at the context's end take the body with masks.
 """
 
 import functools
@@ -40,7 +40,6 @@ def _ragged_kernel(
     _, CB, K, P, _ = kv_buf.shape
     _, Q, N, HL = q_buf.shape
     C, grain = CB * P, tiles.grain
-    turned = min(N, 32 // q_buf.dtype.itemsize)  # query heads that are turned together: whole tiles of sublanes
     split = pl.program_id(0) if split_heads else 0
     heads, q_heads = (pl.ds(split * K, K), pl.ds(split * N, N)) if split_heads else (None, pl.ds(0, N))
     product = tpu.products(kv_buf.dtype)
@@ -80,35 +79,6 @@ def _ragged_kernel(
         source, target = o_buf.at[slot, pl.ds(0, rows)], o_hbm.at[pl.ds(row, rows), q_heads]
         pl.when(rows > 0)(lambda: act(pltpu.make_async_copy(source, target, o_sem.at[slot])))
 
-    def rows_of(n, height):
-        """Where query head n stands in q_rows and acc_ref."""
-        return tpu.quotient(n, G), pl.ds(pl.multiple_of((n & (G - 1)) * height, height), height)
-
-    def begin(slot, height):
-        def turn(j, _):
-            some = pl.ds(pl.multiple_of(j * turned, turned), turned)
-            x = jnp.swapaxes(q_buf[slot, pl.ds(0, height), some].astype(jnp.float32), 0, 1)
-            for i in range(turned):
-                q_rows[rows_of(j * turned + i, height)] = x[i].astype(q_rows.dtype)
-
-        def clear(h, _):
-            at = h, pl.ds(0, height * G)
-            m_ref[at] = jnp.full((height * G, tpu.LANES), tpu.MASKED, jnp.float32)
-            l_ref[at] = jnp.zeros((height * G, tpu.LANES), jnp.float32)
-            acc_ref[at] = jnp.zeros((height * G, HL), jnp.float32)
-
-        lax.fori_loop(0, N // turned, turn, None)
-        lax.fori_loop(0, K, clear, None)
-
-    def finish(slot, height):
-        def turn(j, _):
-            at = [rows_of(j * turned + i, height) for i in range(turned)]
-            x = jnp.stack([acc_ref[a] * tpu.equal_lanes(tpu.reciprocal(l_ref[a]), HL) for a in at])
-            some = pl.ds(pl.multiple_of(j * turned, turned), turned)
-            o_buf[slot, pl.ds(0, height), some] = jnp.swapaxes(x, 0, 1).astype(o_buf.dtype)
-
-        lax.fori_loop(0, N // turned, turn, None)
-
     def fold(slot, first, base, live, height, masked, h, _):
         """Folds a chunk of head h into all rows of the tile."""
         k, v = tpu.load_kv(kv_buf.at[slot], pl.ds(0, CB), h, HL)
@@ -127,7 +97,7 @@ def _ragged_kernel(
 
     def step(state):
         s, t, c, kv_slot, q_slot = state
-        row, rows, first, _height = tile_of(s, t)
+        row, rows, first, _low = tile_of(s, t)
         base, live = chunk_of(s, t, c)
         next_s, next_t, next_c = advance(s, t, c)
         last = next_c == 0  # the next step has another tile
@@ -146,7 +116,7 @@ def _ragged_kernel(
         @pl.when(c == 0)
         def _():
             q_copy(s, t, q_slot, lambda copy: copy.wait())
-            at_height(functools.partial(begin, q_slot))
+            at_height(lambda height: _begin_tile(q_buf.at[q_slot], q_rows, m_ref, l_ref, acc_ref, height, G))
 
         tpu.wait_blocks(tpu.round_up(live, grain), kv_buf.at[kv_slot], kv_sem.at[kv_slot], grain=grain)
         inside = base * P + C - 1 <= first  # every row sees every token of the chunk
@@ -170,7 +140,7 @@ def _ragged_kernel(
         @pl.when(last & (rows > 0))
         def _():
             o_copy(0, o_pending[q_slot], q_slot, lambda copy: copy.wait())  # the tile before last has left
-            at_height(functools.partial(finish, q_slot))
+            at_height(lambda height: _finish_tile(l_ref, acc_ref, o_buf.at[q_slot], height, G))
             o_pending[q_slot] = rows
             o_copy(row, rows, q_slot, lambda copy: copy.start())
 
@@ -185,6 +155,46 @@ def _ragged_kernel(
         lax.while_loop(lambda state: state[0] < num_seqs[0], step, (0, 0, 0, 0, 0))
         for slot in range(2):
             o_copy(0, o_pending[slot], slot, lambda copy: copy.wait())
+
+
+def _rows_of(n, height: int, G: int):
+    """Where the `height` rows of query head n stand: its KV head, and its rows there."""
+    return tpu.quotient(n, G), pl.ds(pl.multiple_of((n & (G - 1)) * height, height), height)
+
+
+def _each_turn(N: int, dtype, turn):
+    """Calls `turn(first head, heads)` for groups of query heads that fill whole tiles of sublanes."""
+    count = min(N, 32 // jnp.dtype(dtype).itemsize)
+    lax.fori_loop(0, N // count, lambda j, _: turn(pl.multiple_of(j * count, count), count), None)
+
+
+def _begin_tile(q_buf, q_rows, m_ref, l_ref, acc_ref, height: int, G: int):
+    """Turns `height` tokens of q_buf [Q, N, HL] into rows of q_rows [K, G * Q, HL], and clears the softmax."""
+
+    def turn(first, count):
+        x = jnp.swapaxes(q_buf[pl.ds(0, height), pl.ds(first, count)].astype(jnp.float32), 0, 1)
+        for i in range(count):
+            q_rows[_rows_of(first + i, height, G)] = x[i].astype(q_rows.dtype)
+
+    def clear(h, _):
+        at = h, pl.ds(0, height * G)
+        m_ref[at] = jnp.full((height * G, tpu.LANES), tpu.MASKED, jnp.float32)
+        l_ref[at] = jnp.zeros((height * G, tpu.LANES), jnp.float32)
+        acc_ref[at] = jnp.zeros((height * G, acc_ref.shape[2]), jnp.float32)
+
+    _each_turn(q_buf.shape[1], q_buf.dtype, turn)
+    lax.fori_loop(0, q_rows.shape[0], clear, None)
+
+
+def _finish_tile(l_ref, acc_ref, o_buf, height: int, G: int):
+    """Divides by the sums of weights and turns the rows back into `height` tokens of o_buf [Q, N, HL]."""
+
+    def turn(first, count):
+        at = [_rows_of(first + i, height, G) for i in range(count)]
+        x = jnp.stack([acc_ref[a] * tpu.equal_lanes(tpu.reciprocal(l_ref[a]), acc_ref.shape[2]) for a in at])
+        o_buf[pl.ds(0, height), pl.ds(first, count)] = jnp.swapaxes(x, 0, 1).astype(o_buf.dtype)
+
+    _each_turn(o_buf.shape[1], o_buf.dtype, turn)
 
 
 def attend_ragged(

@@ -35,7 +35,7 @@ class ChipRule:
     decode_chunk: int = 1024  # tokens
     decode_sub_chunk: int = 256
     prefill_rows: int = 512  # query rows per KV head in a tile
-    prefill_piece: int = 256  # of them, those that one matrix product takes
+    prefill_piece: int = 512  # of them, those that one matrix product takes
     prefill_chunk: int = 512  # tokens
     cores: int = 1  # TensorCores behind one device; each takes its own KV heads
 

@@ -197,14 +197,18 @@ def test_what_the_kernel_is_not_made_for_is_refused_with_the_reason(change, mess
 
 # The suite itself: a fault planted in a kernel must show. Each is a change of the kernel's text.
 FAULTS = {
-    "a race: both steps in one buffer": {"kv_buf.at[slot]": "kv_buf.at[0]", "kv_buf.at[kv_slot]": "kv_buf.at[0]",
-                                         "fold, kv_slot,": "fold, 0,", "kv_buf.at[1 - kv_slot]": "kv_buf.at[0]"},
+    "a race: both steps in one buffer": {
+        "kv_buf.at[slot]": "kv_buf.at[0]",
+        "kv_buf.at[kv_slot]": "kv_buf.at[0]",
+        "fold, kv_slot,": "fold, 0,",
+    },
     "off by one in the last block": {
-        "visible = column < ": "visible = column <= ", "visible = ahead >= 0": "visible = ahead >= -1",
+        "visible = column < ": "visible = column <= ",
+        "visible = ahead >= 0": "visible = ahead >= -1",
     },
     "a read past the context": {" if boundary else v": " if False else v", " if masked else v": " if False else v"},
     "a missing wait": {"tpu.wait_blocks(": "(lambda *args, **options: None)("},
-}  # fmt: skip
+}
 
 
 def planted(module: types.ModuleType, changes: dict[str, str]) -> types.ModuleType:

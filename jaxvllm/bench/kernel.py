@@ -123,31 +123,93 @@ def decode_cycles(regions: list[Region], trips: Trips) -> tuple[int, tuple[int, 
     return cycles, (inside, boundary)
 
 
-def count_jax_decode(lens: list[int], case: Case, tokens_per_block: int) -> int:
-    """Bytes that JAX's own `ragged_paged_attention` moves: whole blocks of pages, up to the end of the last."""
-    row_bytes = 2 * case.num_kv_heads * max(case.head_dim, 128) * jnp.dtype(case.dtype).itemsize
-    io_bytes = 2 * len(lens) * case.num_heads * case.head_dim * jnp.dtype(case.dtype).itemsize
-    return row_bytes * sum(-(-n // tokens_per_block) * tokens_per_block for n in lens) + io_bytes
-
-
 def jax_tokens_per_block(case: Case) -> int:
-    """Tokens that JAX's kernel fetches at a time, by its own table for the chip."""
-    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import tuned_block_sizes
+    """Tokens that JAX's own `ragged_paged_attention` fetches at a time, by its table for the chip."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import tuned_block_sizes as tuned
 
-    from jaxvllm.chips import mesh_of
+    dtype, M = jnp.dtype(case.dtype).name, shape_of(case).blocks_per_seq
+    chips = {"v5e": "TPU v5", "v6e": "TPU v6"}  # those it has
+    shape = (case.num_heads, case.num_kv_heads, case.head_dim, case.block_size, case.num_tokens, M)
+    key = tuned.simplify_key((dtype, dtype, *shape))
+    pages, _ = tuned.TUNED_BLOCK_SIZES.get(chips.get(case.chip, ""), {}).get(key, (128, 32))
+    return min(M, pages) * case.block_size
 
-    with jax.set_mesh(mesh_of(case.chip)):
-        pages, _ = tuned_block_sizes.get_tuned_block_sizes(
-            jnp.dtype(case.dtype),
-            jnp.dtype(case.dtype),
-            case.num_heads,
-            case.num_kv_heads,
-            case.head_dim,
-            case.block_size,
-            case.num_tokens,
-            -(-case.max_context // case.block_size),
+
+def count_jax_decode(lens: list[int], case: Case) -> int:
+    """Bytes that JAX's own kernel moves: a fetch is always a whole number of its blocks of pages."""
+    itemsize, step = jnp.dtype(case.dtype).itemsize, jax_tokens_per_block(case)
+    row_bytes = 2 * case.num_kv_heads * case.head_dim * itemsize
+    io_bytes = 2 * len(lens) * case.num_heads * case.head_dim * itemsize
+    return row_bytes * sum(-(-n // step) * step for n in lens) + io_bytes
+
+
+def lower_jax_attend(case: Case) -> jax.stages.Lowered:
+    """Lowers JAX's own kernel for the same case, with the tiles of its table."""
+    from jax.experimental.pallas.ops.tpu import ragged_paged_attention as theirs
+
+    def array(*shape: int, dtype="int32"):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def attend(*arguments):
+        return theirs.ragged_paged_attention(
+            *arguments,
+            sm_scale=case.head_dim**-0.5,
+            num_kv_pages_per_block=jax_tokens_per_block(case) // case.block_size,
+            num_queries_per_block=min(case.num_tokens, 32),
+            vmem_limit_bytes=64 << 20,
         )
-    return pages * case.block_size
+
+    S, T, M = case.num_seqs, case.num_tokens, shape_of(case).blocks_per_seq
+    q = array(T, case.num_heads, case.head_dim, dtype=case.dtype)
+    pages = array(4096, case.block_size, 2 * case.num_kv_heads, case.head_dim, dtype=case.dtype)
+    return lower_for(case.chip, attend, q, pages, array(S), array(S, M), array(S + 1), array(1))
+
+
+def prefill_report(chip: str, heads: tuple[int, int, int], num_tokens: int, block_size: int) -> dict:
+    """Counts one prompt of `num_tokens`, one layer: products by the schedule against the matrix units' floor.
+
+    The floor is rows through weights: a unit of width w takes tiles of w by w, `mxu_rows_per_cycle` rows a cycle,
+    and half of a 256-wide unit stands idle where a head has 128 numbers. Of the last chunk nothing is skipped.
+    """
+    N, K, H = heads
+    case = Case(
+        chip=chip, kernel="ragged", num_heads=N, num_kv_heads=K, head_dim=H, block_size=block_size,
+        max_context=num_tokens, num_seqs=16, num_tokens=num_tokens,
+    )  # fmt: skip
+    shape, facts = shape_of(case), find_chip(chip)
+    tiles = tpu_tiles.ragged_tiles(shape)
+    Q, C, rows = tiles.queries, tiles.chunk, tiles.queries * shape.group
+    regions, compile_s = read_schedule(case)
+    inside, masked = (r.bundles for r in [r for r in regions if r.mxu][-2:])
+    starts = range(0, num_tokens, Q)
+    chunks = [(-(-(first + Q) // C), first // C) for first in starts]  # all, and those without masks
+    fold_cycles = K * sum((total - plain) * masked + plain * inside for total, plain in chunks)
+    # loops without products: copies; turning and clearing a small tile, a large one; turning back a small, a large.
+    # Heads that are turned at once are no loop, and stand in the step's own regions, which is too often.
+    loops = [r.bundles for r in regions if r.depth == 2 and r.begins_loop and not r.mxu]
+    turns = shape.num_heads // min(shape.num_heads, shape.sublanes)
+    tile_cycles = K * loops[-1] if turns == 1 else turns * (loops[-4] + loops[-1]) + K * loops[-3]
+    step_cycles = sum(r.bundles for r in regions if r.depth == 1)
+    cycles = fold_cycles + len(starts) * tile_cycles + sum(total for total, _ in chunks) * step_cycles
+    width = facts.mxu_width
+    weight_tiles = 2 * -(-C // width) * -(-shape.lanes // width)
+    floor = rows * weight_tiles / facts.mxu_rows_per_cycle / facts.mxus
+    kv_bytes = sum(total for total, _ in chunks) * C * K * shape.row_width * shape.itemsize
+    copy_s = kv_bytes / facts.hbm_bytes_per_s
+    return {
+        "tile": (Q, C),
+        "fold_cycles": inside,
+        "masked_cycles": masked,
+        "mxu_floor_cycles": floor,
+        "over_floor": inside / floor,
+        "peak_floor_cycles": 4 * rows * C * H / facts.flops_per_s * facts.clock_hz,
+        "cycles": cycles,
+        "tile_cycles": tile_cycles,
+        "all_over_floor": cycles / (K * floor * sum(total for total, _ in chunks)),
+        "copy_over_products": copy_s / (cycles / facts.clock_hz / facts.cores),
+        "bytes_moved": kv_bytes,
+        "compile_s": compile_s,
+    }
 
 
 def decode_report(chip: str, heads: tuple[int, int, int], workload: str, block_size: int) -> dict:
@@ -171,6 +233,8 @@ def decode_report(chip: str, heads: tuple[int, int, int], workload: str, block_s
         "bytes_moved": moved,
         "bytes_floor": trips.floor_bytes,
         "bytes_ratio": moved / trips.floor_bytes,
+        "jax_bytes_ratio": count_jax_decode(lens, case) / trips.floor_bytes,
+        "jax_tokens_per_fetch": jax_tokens_per_block(case),
         "flops": 4 * sum(lens) * N * H,
         "cycles": cycles,
         "sub_chunk_cycles": inside,

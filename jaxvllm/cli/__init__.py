@@ -2,7 +2,9 @@
 
 import click
 
+from jaxvllm.cli.bench import bench
 from jaxvllm.cli.chat import chat
+from jaxvllm.cli.compile import compile_command
 from jaxvllm.cli.demo import demo
 from jaxvllm.cli.generate import generate
 
@@ -28,5 +30,5 @@ def main(debug: bool):
     """Generate text with a language model on a TPU, a GPU or the CPU."""
 
 
-for command in (generate, chat, demo):
+for command in (generate, chat, demo, bench, compile_command):
     main.add_command(command)

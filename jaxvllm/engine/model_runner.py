@@ -117,8 +117,8 @@ class ModelRunner:
     def _lower(self, bucket: Bucket, pools: Any) -> jax.stages.Lowered:
         _, words = packed_fields(bucket)
         packed = jax.ShapeDtypeStruct((words,), jnp.int32)
-        step = jax.jit(partial(_step, self._graphdef, bucket=bucket, backend=self.backend), donate_argnums=1)
-        return step.lower(self._params, pools, packed)
+        program = jax.jit(partial(step, self._graphdef, bucket=bucket, backend=self.backend), donate_argnums=1)
+        return program.lower(self._params, pools, packed)
 
     def _allocate_cache(self) -> list[Array]:
         shape = self._pool_shape(self.num_blocks, self._block_size)
@@ -156,7 +156,7 @@ def unpack(packed: Int32[Array, " words"], bucket: Bucket) -> dict[str, Array]:
     return arrays
 
 
-def _step(
+def step(
     graphdef: Any,
     params: Any,
     pools: list[Array],
