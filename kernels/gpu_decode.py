@@ -130,7 +130,7 @@ def _decode_kernel(
     GMEM: q [S, K, C, H], pool [B, K, P, 2H], tables [S, M], lens and the plan's arrays; out parts
     [S+W, K, H, C] and lse [S+W, K, C] in float32, of which (worker, list index) writes row worker + index.
     SMEM: kv [slots, tile, 2H] the ring, q [C, H], p [C, tile], lse [C]. Barriers: loaded [slots], q_loaded.
-    Carries acc [H, C], m [C] and l [tile, C] in float32 per sequence, and the list index being fetched.
+    Carries acc [H, C], m [C] and total [tile, C] in float32 per sequence, and the list index being fetched.
     """
     worker, head = lax.axis_index("worker"), lax.axis_index("head")
     slots, tile = config.slots, config.tile
@@ -183,10 +183,10 @@ def _decode_kernel(
             gpu.full((tile, cols), 0.0, WGMMA),
         )
         bounds = lax.max(begin, start), lax.min(end, starts_ref[item + 1])
-        ahead, (acc, m, l) = lax.fori_loop(*bounds, step, (ahead, state))
-        l = l.sum(axis=0)
-        gpu.store(parts_ref.at[worker + item, head], acc / lax.broadcast_in_dim(l, acc.shape, [1]))
-        lse_smem[...] = m + jnp.log2(l)
+        ahead, (acc, m, total) = lax.fori_loop(*bounds, step, (ahead, state))
+        total = total.sum(axis=0)
+        gpu.store(parts_ref.at[worker + item, head], acc / lax.broadcast_in_dim(total, acc.shape, [1]))
+        lse_smem[...] = m + jnp.log2(total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[worker + item, head])
         plgpu.wait_smem_to_gmem(0)
@@ -219,8 +219,8 @@ def _blocks_of_tile(item, flat, pool_ref, tables_ref, lens_ref, seq_ids_ref, sta
 
 
 def _attend_tile(state, kv_smem, q_smem, p_smem, position, low, context, config: DecodeConfig):
-    """Folds the tile that starts at `position` into (acc, m, l), m in base 2 and scaled."""
-    acc, m, l = state
+    """Folds the tile that starts at `position` into (acc, m, total), m in base 2 and scaled."""
+    acc, m, total = state
     tile, head_dim = config.tile, q_smem.shape[1]
     k_smem, v_smem = kv_smem.at[:, pl.ds(0, head_dim)], kv_smem.at[:, pl.ds(head_dim, head_dim)]
 
@@ -231,13 +231,13 @@ def _attend_tile(state, kv_smem, q_smem, p_smem, position, low, context, config:
     m_new = jnp.maximum(m, s.max(axis=0) * factor)
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [1]))
-    l = l * lax.broadcast_in_dim(alpha, l.shape, [1]) + p  # summed over the tokens at the end
+    total = total * lax.broadcast_in_dim(alpha, total.shape, [1]) + p  # summed over the tokens at the end
     gpu.store_transposed(p_smem, p.astype(p_smem.dtype))
     plgpu.commit_smem()  # p, and V where it was masked, become visible to wgmma
 
     # a fresh accumulator: the sum below is one FMA per element, where rescaling alone would be one multiplication
     pv = gpu.product(gpu.transposed(v_smem), gpu.transposed(p_smem))
-    return acc * lax.broadcast_in_dim(alpha, acc.shape, [1]) + pv, m_new, l
+    return acc * lax.broadcast_in_dim(alpha, acc.shape, [1]) + pv, m_new, total
 
 
 def _mask_tile(s, v_smem, first, last):
@@ -268,7 +268,7 @@ def _combine_kernel(
     last = lax.select(item >= 0, lax.div(starts_ref[listed + 1] - 1, per_worker) + 1, first)
 
     def step(i, carry):
-        acc, m, l = carry
+        acc, m, total = carry
         workers = [first + i * _COMBINE_UNROLL + u for u in range(_COMBINE_UNROLL)]
         rows = [lax.min(w, last - 1) + listed for w in workers]
         parts = [plgpu.load(parts_ref.at[row, head], layout=WGMMA, optimized=False) for row in rows]
@@ -277,20 +277,20 @@ def _combine_kernel(
             lse = lse + lax.select(w < last, 0.0, MASKED)  # past the last part: one loaded twice
             m_new = jnp.maximum(m, lse)
             alpha, weight = jnp.exp2(m - m_new), jnp.exp2(lse - m_new)
-            l = l * alpha + weight
+            total = total * alpha + weight
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
             acc = acc + part * lax.broadcast_in_dim(weight, acc.shape, [1])
             m = m_new
-        return acc, m, l
+        return acc, m, total
 
     state = (
         gpu.full((head_dim, cols), 0.0, WGMMA),
         gpu.full((cols,), NO_MAXIMUM, WGMMA.reduce(0)),
         gpu.full((cols,), 0.0, WGMMA.reduce(0)),
     )
-    acc, _, l = lax.fori_loop(0, lax.div(last - first + (_COMBINE_UNROLL - 1), _COMBINE_UNROLL), step, state)
-    l = jnp.where(l > 0, l, 1.0)
-    out = (acc / lax.broadcast_in_dim(l, acc.shape, [1])).astype(out_smem.dtype)
+    acc, _, total = lax.fori_loop(0, lax.div(last - first + (_COMBINE_UNROLL - 1), _COMBINE_UNROLL), step, state)
+    total = jnp.where(total > 0, total, 1.0)
+    out = (acc / lax.broadcast_in_dim(total, acc.shape, [1])).astype(out_smem.dtype)
     gpu.store(gpu.transposed(out_smem), out)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, group)], o_ref.at[seq, head])

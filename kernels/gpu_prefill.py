@@ -116,9 +116,8 @@ def _prefill_kernel(
 
     GMEM: q and out o [T, N*H], pool [B, K, P, 2H], tables [S, M], lens [S] (0: not for this kernel), cu [S+1],
     first and last [tiles], the sequences that own tokens of a tile. SMEM: kv [slots, tile, 2H] the ring,
-    q [2, 64, H], later the output, p [2, 64, tile], columns [2, tile], 0 to tile - 1 once per warpgroup.
-    Barriers: loaded and
-    consumed [slots], q_loaded [2], cleared.
+    q [2, 64, H], later the output, p [2, 64, tile], columns [2, tile], 0 to tile - 1 once per warpgroup. Barriers:
+    loaded and consumed [slots], q_loaded [2], cleared.
     """
     head, group_id = lax.axis_index("head"), lax.axis_index("warpgroup")
     tile_id = first_ref.shape[0] - 1 - lax.axis_index("tile")  # the longest first: the chip empties evenly
@@ -182,9 +181,9 @@ def _prefill_kernel(
             gpu.full((ROWS,), NO_MAXIMUM, row),
             gpu.full((ROWS,), 0.0, row),
         )
-        _, (acc, _, l) = lax.fori_loop(*sequences, attend_segment, (jnp.int32(0), state))
-        l = jnp.where(l > 0, l, 1.0)
-        q_rows[...] = (acc / lax.broadcast_in_dim(l, acc.shape, [0])).astype(q_smem.dtype)
+        _, (acc, _, total) = lax.fori_loop(*sequences, attend_segment, (jnp.int32(0), state))
+        total = jnp.where(total > 0, total, 1.0)
+        q_rows[...] = (acc / lax.broadcast_in_dim(total, acc.shape, [0])).astype(q_smem.dtype)
         plgpu.commit_smem()
         for b, (target, exists) in enumerate(boxes):
 
@@ -238,8 +237,8 @@ def _attend_tile(
     segment: Segment,
     config: PrefillConfig,
 ):
-    """Folds K and V tile t into (acc [64, H], m [64], l [64]) of one warpgroup; m in base 2 and scaled."""
-    acc, m, l = state
+    """Folds K and V tile t into (acc [64, H], m [64], total [64]) of one warpgroup; m in base 2 and scaled."""
+    acc, m, total = state
     tile, head_dim = config.tile, q_smem.shape[1]
     k_smem, v_smem = kv_smem.at[:, pl.ds(0, head_dim)], kv_smem.at[:, pl.ds(head_dim, head_dim)]
 
@@ -258,12 +257,12 @@ def _attend_tile(
     m_new = jnp.maximum(m, s.max(axis=1) * factor)
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
-    l = l * alpha + p.sum(axis=1)
+    total = total * alpha + p.sum(axis=1)
     p_smem[...] = p.astype(p_smem.dtype)
     plgpu.commit_smem()
 
     acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-    return gpu.add_product(acc, p_smem, v_smem, interpreted=config.interpreted), m_new, l
+    return gpu.add_product(acc, p_smem, v_smem, interpreted=config.interpreted), m_new, total
 
 
 def _all_visible(base, first_token, segment: Segment, config: PrefillConfig):
@@ -288,11 +287,10 @@ def _mask_scores(s, base, first_token, columns_smem, segment: Segment, config: P
     last = jnp.where(is_own, token + (segment.shift - base), jnp.full_like(token, -1))
     column = plgpu.load(columns_smem, layout=WGMMA.reduce(0), optimized=False)
     behind = lax.broadcast_in_dim(last, s.shape, [0]) - lax.broadcast_in_dim(column, s.shape, [1])
-    if config.sliding_window is None:  # noqa: SIM108  # the other branch has something to say
-        visible = behind >= 0
-    else:  # both bounds in one comparison: a column ahead is far behind as an unsigned number
-        visible = behind.astype(jnp.uint32) < config.sliding_window
-    return jnp.where(visible, s, MASKED)
+    if config.sliding_window is None:
+        return jnp.where(behind >= 0, s, MASKED)
+    # both bounds in one comparison: a column ahead is far behind as an unsigned number
+    return jnp.where(behind.astype(jnp.uint32) < config.sliding_window, s, MASKED)
 
 
 def _clear_values(v_smem, cleared, first, last):

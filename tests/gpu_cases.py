@@ -1,6 +1,7 @@
 """The forms that the GPU kernels are tested with, and how they run on a CPU: interpreted, races detected."""
 
 import functools
+import inspect
 
 import jax
 from attention_cases import Form
@@ -94,8 +95,5 @@ attend = functools.partial(paged_attention_gpu.attend, interpret=INTERPRET, num_
 
 def attend_without_cache(*arguments, **options) -> jax.Array:
     """As `attend`, traced anew: for code that a test has just changed."""
-    paged_attention_gpu.attend.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        return attend(*arguments, **options)
-    finally:
-        paged_attention_gpu.attend.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+    untraced = inspect.unwrap(paged_attention_gpu.attend)
+    return untraced(*arguments, **options, interpret=INTERPRET, num_workers=3)

@@ -59,8 +59,8 @@ def test_new_tokens_are_written_to_their_slots_and_nowhere_else():
     check_write("gpu", make_case(FORMS["bfloat16"], [64, 150, 0, 17], [5, 1, 0, 17], backend="gpu"))
 
 
-@pytest.mark.parametrize("lens", [[64, 65, 1, 700], [5], [1] * 40], ids=lambda x: f"{len(x)}_sequences")
-@pytest.mark.parametrize("num_workers", [1, 7, 40])
+@pytest.mark.parametrize("lens", [[64, 65, 1, 700], [1] * 40], ids=lambda x: f"{len(x)}_sequences")
+@pytest.mark.parametrize("num_workers", [1, 7])
 def test_the_line_is_cut_into_equal_pieces_without_gaps(lens, num_workers):
     context_lens = jnp.array([*lens, 0, 9], jnp.int32)
     decodes = jnp.array([True] * len(lens) + [False, False])
@@ -106,10 +106,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_a_planted_fault_shows(monkeypatch, fault):
     module, name, broken, decode_only = fault
-    news = [1, 1] if decode_only else [30, 70]
-    case = make_case(
-        FORMS["wide_heads"], [30, 70], news[:2] if decode_only else [30, 40], backend="gpu", decode_only=decode_only
-    )
+    news = [1, 1] if decode_only else [30, 40]
+    case = make_case(FORMS["wide_heads"], [30, 70], news, backend="gpu", decode_only=decode_only)
     monkeypatch.setattr(module, name, broken)
     with pytest.raises(AssertionError, match=r"off by|no token may see"):
         check("gpu", case, attend_without_cache)
