@@ -94,11 +94,15 @@ def mesh_of(name: str) -> Mesh:
 
 def lower_for(name: str, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
     """Lowers `function` of pytrees of `ShapeDtypeStruct`s for one chip of that kind, the arguments all on it."""
-    mesh = mesh_of(name)
-    on_chip = NamedSharding(mesh, PartitionSpec())
+    return lower_on(mesh_of(name), function, *arguments, donate=donate)
+
+
+def lower_on(mesh: Mesh, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
+    """Lowers `function` of pytrees of `ShapeDtypeStruct`s for a mesh, the arguments whole on each of its devices."""
+    on_mesh = NamedSharding(mesh, PartitionSpec())
 
     def place(x) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_chip)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_mesh)
 
     placed = jax.tree.map(place, arguments)
     with jax.set_mesh(mesh):

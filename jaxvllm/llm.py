@@ -58,14 +58,13 @@ class LLM:
         """
         prompts = _as_prompts(prompts)
         params = _as_params(sampling_params, len(prompts))
-        encoded = [self._encode(prompt, f"prompt {i}: ") for i, prompt in enumerate(prompts)]
-        for i, (token_ids, p) in enumerate(zip(encoded, params, strict=True)):
+        seqs = []  # all are checked before the first is queued
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             try:
-                self.engine.make_sequence(token_ids, p)  # all are checked before the first is queued
+                seqs.append(self._make_sequence(prompt, p))
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}") from error
-        request_ids = [self.engine.add_request(ids, p).seq_id for ids, p in zip(encoded, params, strict=True)]
-        return self._run(request_ids, use_tqdm)
+        return self._run([self.engine.add(seq) for seq in seqs], use_tqdm)
 
     def chat(
         self,
@@ -88,14 +87,12 @@ class LLM:
 
         Closing the iterator before its end aborts the request.
         """
-        params = _as_params(sampling_params, 1)[0]
-        token_ids = self._encode(prompt)
-        self.engine.make_sequence(token_ids, params)  # refuses here and now what the iterator would refuse later
-        return self._stream(token_ids, params)
+        # made here, so that a bad prompt is refused at once; queued when the first text is asked for
+        return self._stream(self._make_sequence(prompt, _as_params(sampling_params, 1)[0]))
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queues one request and returns its number; `step` returns its output when it ends."""
-        return self.engine.add_request(self._encode(prompt), _as_params(sampling_params, 1)[0]).seq_id
+        return self.engine.add(self._make_sequence(prompt, _as_params(sampling_params, 1)[0]))
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the outputs of the requests that ended."""
@@ -130,11 +127,10 @@ class LLM:
             progress.update(num_ended - progress.n)
             return [output for i in request_ids if (output := self._claimed[i]) is not None]
 
-    def _stream(self, token_ids: Sequence[int] | np.ndarray, params: SamplingParams) -> Iterator[str]:
+    def _stream(self, seq: EngineSequence) -> Iterator[str]:
         detokenizer = Detokenizer(self.tokenizer)
-        seq = self.engine.add_request(token_ids, params)
         num_taken = 0
-        with self._claim([seq.seq_id]):
+        with self._claim([self.engine.add(seq)]):
             while not (seq.is_finished and num_taken == seq.num_completion_tokens):
                 if num_taken == seq.num_completion_tokens:
                     self._advance()  # unless a step between two of our texts has brought tokens already
@@ -158,24 +154,20 @@ class LLM:
 
     def _advance(self):
         """Runs a step and hands what ended to whoever waits for it."""
-        for seq in self.engine.step().finished:
+        for seq in self.engine.step():
             output = self._output(seq)
             if seq.seq_id in self._claimed:
                 self._claimed[seq.seq_id] = output
             else:
                 self._undelivered.append(output)
 
-    def _encode(self, prompt: Prompt, where: str = "") -> Sequence[int] | np.ndarray:
+    def _make_sequence(self, prompt: Prompt, params: SamplingParams) -> EngineSequence:
         if not isinstance(prompt, (str, Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray, memoryview)):
-            raise ValueError(f"{where}{prompt!r} is no prompt: give text or a list of token ids.")
-        if not isinstance(prompt, str):
-            return prompt
-        if not prompt:
-            raise ValueError(f"{where}the prompt is empty: give at least one token.")
-        try:
-            return self.tokenizer.encode(prompt)
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from error
+            raise ValueError(f"{prompt!r} is no prompt: give text or a list of token ids.")
+        if isinstance(prompt, str):
+            # no ids for empty text, also where the tokenizer would begin it with one of its own: it is refused
+            prompt = self.tokenizer.encode(prompt) if prompt else []
+        return self.engine.make_sequence(prompt, params)
 
     def _output(self, seq: EngineSequence) -> RequestOutput:
         assert seq.finish_reason is not None
@@ -198,9 +190,6 @@ def _as_prompts(prompts: object) -> list[Prompt]:
         raise ValueError(f"prompts={prompts!r}: a prompt is text or a list of token ids, prompts are a list of them.")
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
         prompts = [prompts]
-    for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, (str, Sequence, np.ndarray)):
-            raise ValueError(f"prompt {i} is {prompt!r}: a prompt is text or a list of token ids.")
     return list(prompts)
 
 

@@ -4,13 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
+from jaxvllm.config import is_int
+
 _SEED_LIMIT = 2**64
 _TOP_K_LIMIT = 2**31
 _TEMPERATURE_LIMIT = 1e30  # float32 on the device ends at 3e38
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +51,13 @@ class SamplingParams:
             raise ValueError(f"top_p={self.top_p} is outside (0, 1]: use 1 to keep every token.")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} is outside [0, 1]: use 0 to keep every token.")
-        if not _is_int(self.top_k) or not -1 <= self.top_k < _TOP_K_LIMIT:
+        if not is_int(self.top_k) or not -1 <= self.top_k < _TOP_K_LIMIT:
             raise ValueError(f"top_k={self.top_k!r} is not a count below 2**31: use -1 to keep every token.")
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
+        if not is_int(self.max_tokens) or self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens!r} is below 1: a request generates at least one token.")
-        if not _is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
+        if not is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens!r} is outside 0 to max_tokens={self.max_tokens}.")
-        if any(not _is_int(token_id) or token_id < 0 for token_id in self.stop_token_ids):
+        if any(not is_int(token_id) or token_id < 0 for token_id in self.stop_token_ids):
             raise ValueError(f"stop_token_ids={self.stop_token_ids!r} holds something that is not a token id.")
-        if self.seed is not None and (not _is_int(self.seed) or not 0 <= self.seed < _SEED_LIMIT):
+        if self.seed is not None and (not is_int(self.seed) or not 0 <= self.seed < _SEED_LIMIT):
             raise ValueError(f"seed={self.seed!r} is outside 0 to 2**64 - 1: give None for one from the engine.")

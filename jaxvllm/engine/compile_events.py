@@ -3,14 +3,14 @@
 jax reports each compilation as an event; one listener for the process adds them up, readers take differences.
 """
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 from typing import Self
 
 import jax
 from jax import monitoring
+
+from jaxvllm.cache_folder import cache_folder
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # also fires when the cache answers
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -76,7 +76,6 @@ def enable_compilation_cache():
     A folder that the user chose (`JAX_COMPILATION_CACHE_DIR`, or jax's own setting) is left as it is.
     """
     if jax.config.jax_compilation_cache_dir is None:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(base) / "jaxvllm" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -39,20 +39,10 @@ class EngineStats:
         return self.num_decode_tokens / self.decode_s if self.decode_s else 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """What one step did."""
-
-    is_prefill: bool
-    num_tokens: int  # run through the model
-    new_tokens: list[tuple[int, int]]  # (seq_id, token id) of each sequence that got one
-    finished: list[Sequence]
-
-
 class LLMEngine:
     """Serves requests of token ids.
 
-    What NanoVLLM's scheduler would answer with a crash or a hang is refused or capped in `add_request`, so that the
+    What NanoVLLM's scheduler would answer with a crash or a hang is refused or capped in `make_sequence`, so that the
     scheduler decides exactly as NanoVLLM's on everything that reaches it.
     """
 
@@ -64,11 +54,10 @@ class LLMEngine:
         compiled_before = compile_count()
         enable_compilation_cache()
         model_config, model = load_model(checkpoint, config.dtype)
-        given = {config.eos} - {-1} if isinstance(config.eos, int) else set(config.eos)
         config = dataclasses.replace(
             config,
             max_model_len=min(config.max_model_len, model_config.max_position_embeddings),
-            eos=frozenset(given | model_config.eos_token_ids | tokenizer_eos),
+            eos=config.eos_ids | model_config.eos_token_ids | tokenizer_eos,
         )
         self.model_config = model_config
         self.model_runner = ModelRunner(config, model_config, model)
@@ -83,68 +72,63 @@ class LLMEngine:
         self.stats.compiled = compile_count() - compiled_before
         self.stats.start_s = perf_counter() - start
 
-    def add_request(self, token_ids: AnySequence[int] | np.ndarray, params: SamplingParams) -> Sequence:
-        """Queues a request and returns its sequence; `seq_id` is its number.
+    def make_sequence(self, token_ids: AnySequence[int] | np.ndarray, params: SamplingParams) -> Sequence:
+        """Checks a request and returns its sequence, which `add` queues.
 
         `max_tokens` is cut to what `max_model_len` and the cache can hold: such a request ends with reason "length".
-        Raises `ValueError`, with nothing queued, for a prompt that is empty, holds an id outside the vocabulary, or
-        leaves no room for one new token.
+        Raises `ValueError` for a prompt that is empty, holds an id outside the vocabulary, or leaves no room for one
+        new token, and for stop ids that cannot be served.
         """
-        seq = self.make_sequence(token_ids, params)
-        self._num_requests += 1
-        self._sequences[seq.seq_id] = seq
-        self.scheduler.add(seq)
-        return seq
-
-    def make_sequence(self, token_ids: AnySequence[int] | np.ndarray, params: SamplingParams) -> Sequence:
-        """Checks a request as `add_request` does and returns its sequence, without queuing it."""
         prompt = self._checked_prompt(token_ids)
-        config = self.config
-        assert isinstance(config.eos, frozenset)
         vocab_size = self.model_config.vocab_size
         if any(stop_id >= vocab_size for stop_id in params.stop_token_ids):
             raise ValueError(
                 f"stop_token_ids={params.stop_token_ids} goes past the model's vocabulary of {vocab_size} ids."
             )
-        banned = banned_ids(params.stop_token_ids, params.ignore_eos, config.eos)
+        banned = banned_ids(params.stop_token_ids, params.ignore_eos, self.config.eos_ids)
         if params.min_tokens and len(banned) > MAX_BANNED_IDS:
             raise ValueError(
                 f"min_tokens={params.min_tokens} with {len(banned)} end ids and stop ids: at most {MAX_BANNED_IDS} "
                 "can be held back, give fewer stop_token_ids."
             )
-        room = min(config.max_model_len, self.scheduler.block_manager.max_seq_tokens) - len(prompt)
-        seed = self._default_seed(self._num_requests) if params.seed is None else params.seed
+        room = min(self.config.max_model_len, self.scheduler.max_seq_tokens) - len(prompt)
         settled = dataclasses.replace(
-            params,
-            max_tokens=min(params.max_tokens, room),
-            min_tokens=min(params.min_tokens, room),
-            seed=seed,
+            params, max_tokens=min(params.max_tokens, room), min_tokens=min(params.min_tokens, room)
         )
-        return Sequence(prompt, settled, block_size=config.kvcache_block_size, seq_id=self._num_requests)
+        return Sequence(prompt, settled, block_size=self.config.kvcache_block_size)
 
-    def step(self) -> StepResult:
-        """Schedules, runs and accounts for one step. There must be a request (`not is_finished()`).
+    def add(self, seq: Sequence) -> int:
+        """Queues a sequence of `make_sequence`; gives it its number, which is returned, and a seed if it has none."""
+        seq.seq_id = self._num_requests
+        self._num_requests += 1
+        if seq.sampling_params.seed is None:
+            seq.seed = self._default_seed(seq.seq_id)
+        self._sequences[seq.seq_id] = seq
+        self.scheduler.add(seq)
+        return seq.seq_id
 
-        When the step fails or is interrupted, no request is lost: all compute again from the next step on.
+    def step(self) -> list[Sequence]:
+        """Schedules, runs and accounts for one step; returns the sequences that ended in it.
+
+        There must be a request (`not is_finished()`). When running the step fails or is interrupted, no request
+        is lost: all compute again from the next step on.
         """
         start = perf_counter()
         seqs, is_prefill = self.scheduler.schedule()
         num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-        lengths = [seq.num_tokens for seq in seqs]
+        num_known = sum(seq.num_tokens for seq in seqs)
         try:
             token_ids = self.model_runner.run(seqs, is_prefill)
         except BaseException:
             self.scheduler.restart(cache_lost=self.model_runner.restore_cache())
             raise
         self.scheduler.postprocess(seqs, token_ids, is_prefill)
-        new_tokens = [
-            (seq.seq_id, seq.last_token) for seq, length in zip(seqs, lengths, strict=True) if seq.num_tokens > length
-        ]
+        num_new_tokens = sum(seq.num_tokens for seq in seqs) - num_known
         finished = [seq for seq in seqs if seq.is_finished]
         for seq in finished:
             del self._sequences[seq.seq_id]
-        self._account(is_prefill, num_tokens, len(new_tokens), perf_counter() - start)
-        return StepResult(is_prefill=is_prefill, num_tokens=num_tokens, new_tokens=new_tokens, finished=finished)
+        self._account(is_prefill, num_tokens, num_new_tokens, perf_counter() - start)
+        return finished
 
     def abort(self, seq_id: int) -> Sequence | None:
         """Ends a request and frees its blocks; returns its sequence, or None when it is not (or no longer) here."""
@@ -186,7 +170,7 @@ class LLMEngine:
                 f"the prompt has {len(prompt)} tokens, and max_model_len={self.config.max_model_len} leaves room for "
                 f"{limit} and one new one: shorten it or raise max_model_len."
             )
-        limit = self.scheduler.block_manager.max_seq_tokens - 1
+        limit = self.scheduler.max_seq_tokens - 1
         if len(prompt) > limit:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, and the KV cache's {self.config.num_kvcache_blocks} blocks of "

@@ -52,14 +52,13 @@ class ModelRunner:
         self._buckets = make_buckets(config)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
 
+        self._block_size = config.kvcache_block_size
+        self._eos_ids = config.eos_ids
+
         self.num_blocks = config.num_kvcache_blocks
         if self.num_blocks == -1:
-            self.num_blocks = choose_num_blocks(
-                config, device, self._block_bytes(config.kvcache_block_size), self._largest_step_bytes(config)
-            )
-        self._num_slots = self.num_blocks * config.kvcache_block_size
-        self._eos = frozenset([config.eos] if isinstance(config.eos, int) else config.eos)
-        self._block_size = config.kvcache_block_size
+            self.num_blocks = choose_num_blocks(config, device, self._block_bytes(), self._largest_step_bytes)
+        self._num_slots = self.num_blocks * self._block_size
         self._kv_cache = self._allocate_cache()
 
     @property
@@ -75,7 +74,7 @@ class ModelRunner:
         """Runs one step over what the scheduler chose; returns one sampled token id per sequence."""
         bucket = choose_bucket(self._buckets, seqs, is_prefill)
         packed = pack_step(
-            seqs, bucket, num_slots=self._num_slots, vocab_size=self.model_config.vocab_size, eos=self._eos
+            seqs, bucket, num_slots=self._num_slots, vocab_size=self.model_config.vocab_size, eos=self._eos_ids
         )
         program = self._program(bucket)
         token_ids, self._kv_cache = program(self._params, self._kv_cache, packed)
@@ -121,29 +120,24 @@ class ModelRunner:
         return program.lower(self._params, pools, packed)
 
     def _allocate_cache(self) -> list[Array]:
-        shape = self._pool_shape(self.num_blocks, self._block_size)
-        return kv_cache.allocate(self.model_config.num_layers, shape, jnp.dtype(self.model_config.dtype))
+        dtype = jnp.dtype(self.model_config.dtype)
+        return kv_cache.allocate(self.model_config.num_layers, self._pool_shape(self.num_blocks), dtype)
 
-    def _pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    def _pool_shape(self, num_blocks: int) -> tuple[int, ...]:
         model = self.model_config
-        return kv_cache.pool_shape(num_blocks, model.num_kv_heads, block_size, model.head_dim, self.backend)
+        return kv_cache.pool_shape(num_blocks, model.num_kv_heads, self._block_size, model.head_dim, self.backend)
 
-    def _block_bytes(self, block_size: int) -> int:
+    def _block_bytes(self) -> int:
         """Bytes of one block, all layers."""
-        size = np.prod(self._pool_shape(1, block_size)) * jnp.dtype(self.model_config.dtype).itemsize
+        size = np.prod(self._pool_shape(1)) * jnp.dtype(self.model_config.dtype).itemsize
         return int(size) * self.model_config.num_layers
 
-    def _largest_step_bytes(self, config: EngineConfig):
-        """Returns a function that compiles the largest prefill over a small pool for its temporaries, in bytes."""
-
-        def measure() -> int:
-            bucket = max(self._buckets)
-            shape = self._pool_shape(bucket.num_blocks, config.kvcache_block_size)
-            pool = jax.ShapeDtypeStruct(shape, jnp.dtype(self.model_config.dtype))
-            memory = self._lower(bucket, [pool] * self.model_config.num_layers).compile().memory_analysis()
-            return 0 if memory is None else memory.temp_size_in_bytes
-
-        return measure
+    def _largest_step_bytes(self) -> int:
+        """Compiles the largest prefill over a small pool; returns the bytes of its temporaries."""
+        bucket = max(self._buckets)
+        pool = jax.ShapeDtypeStruct(self._pool_shape(bucket.num_blocks), jnp.dtype(self.model_config.dtype))
+        memory = self._lower(bucket, [pool] * self.model_config.num_layers).compile().memory_analysis()
+        return 0 if memory is None else memory.temp_size_in_bytes
 
 
 def unpack(packed: Int32[Array, " words"], bucket: Bucket) -> dict[str, Array]:
