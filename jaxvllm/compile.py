@@ -89,7 +89,7 @@ def _compile_step(name: str, chip: str, bucket: Bucket, model: ModelConfig, conf
     _, words = packed_fields(bucket)
     packed = jax.ShapeDtypeStruct((words,), jnp.int32)
     begin = time.perf_counter()
-    step = partial(engine_step, graphdef, bucket=bucket, backend="tpu")
+    step = partial(engine_step, graphdef, bucket=bucket, backend=f"tpu:{chip}")
     memory = lower_for(chip, step, params, cache, packed, donate=(1,)).compile().memory_analysis()
     assert memory is not None  # the TPU's compiler knows
     return StepReport(

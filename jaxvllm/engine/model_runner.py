@@ -43,6 +43,7 @@ class ModelRunner:
             block_size=config.kvcache_block_size,
             dtype=model_config.dtype,
             compute_capability=getattr(device, "compute_capability", None),
+            device_kind=device.device_kind,
         )
         self.backend = resolve_backend(config.attention_backend, device.platform, form)
         self.model_config = model_config
