@@ -5,14 +5,21 @@ first used: the TPU's and the GPU's need parts of JAX that a machine without one
 
 A backend is a string, since it is static in every program: "xla", "gpu", "tpu", or "tpu:v6e", the TPU's with the
 tiles of that chip. Plain "tpu" takes tiles that fit every chip.
+
+Under a mesh (`jax.set_mesh`) whose axis CHIP_AXIS has several chips, each takes its share of the KV heads and of the
+query heads that go with them; a pool is then sharded on its axis 1.
 """
 
 import importlib
 import logging
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from jaxvllm.kernels import kv_cache
@@ -23,6 +30,7 @@ _BODIES: dict[str, str] = {
     "gpu": "jaxvllm.kernels.paged_attention_gpu",
 }
 _BACKEND_OF_PLATFORM = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
+CHIP_AXIS = "chip"  # of a mesh
 _POOL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -111,7 +119,8 @@ def write(
         if x.ndim != 3 or x.shape[:2] != (T, K) or x.shape != k.shape:
             raise ValueError(f"{name} is {x.shape}: needs [{T}, {K}, H], as slot_mapping and the pool have it.")
     _check_integers("slot_mapping", slot_mapping, (T,))
-    return body.write(pool, k, v, slot_mapping)
+    heads = PartitionSpec(None, CHIP_AXIS)
+    return _over_heads(body.write, K, (heads, heads, heads, PartitionSpec()))(pool, k, v, slot_mapping)
 
 
 def attend(
@@ -158,19 +167,29 @@ def attend(
     _check_options(scale, sliding_window, logits_soft_cap)
     if decode_only and T != S:
         raise ValueError(f"decode_only needs one token per sequence, but q has {T} tokens for {S} sequences.")
-    return body.attend(
-        q,
-        pool,
-        block_tables,
-        context_lens,
-        cu_seqlens_q,
-        num_seqs,
+    attend_heads = partial(
+        body.attend,
         scale=scale,
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
         decode_only=decode_only,
         **({"chip": chip} if chip else {}),
     )
+    heads, whole = PartitionSpec(None, CHIP_AXIS), PartitionSpec()
+    attend_heads = _over_heads(attend_heads, pool.shape[1], (heads, heads, whole, whole, whole, whole))
+    return attend_heads(q, pool, block_tables, context_lens, cu_seqlens_q, num_seqs)
+
+
+def _over_heads(body: Callable, num_kv_heads: int, in_specs: tuple[PartitionSpec, ...]) -> Callable:
+    """Returns `body`, where the mesh has several chips run on each with its own heads."""
+    mesh = jax.sharding.get_abstract_mesh()
+    num_chips = dict(mesh.shape).get(CHIP_AXIS, 1)
+    if num_chips == 1:
+        return body
+    if num_kv_heads % num_chips:
+        raise ValueError(f"{num_kv_heads} KV heads cannot be shared out to {num_chips} chips: use a divisor of them.")
+    # the kernels say nothing of how their outputs vary over the mesh, so that it cannot be checked
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(None, CHIP_AXIS), check_vma=False)
 
 
 def _require_body(backend: str):

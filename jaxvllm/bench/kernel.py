@@ -8,6 +8,7 @@ compiler's own schedule; bandwidth, peak and clock are published figures (`jaxvl
 since copies and products overlap, a step's copies under the products of the step before.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +21,8 @@ from jaxvllm.kernels import kv_cache, paged_attention, tpu_tiles
 
 WORKLOADS = {"nano": (256, 100, 1024), "long": (16, 32768, 32768)}  # sequences, shortest, longest
 HEADS = {"Qwen3-0.6B": (16, 8, 128), "Qwen3-8B": (32, 8, 128), "Qwen3-8B/4": (8, 2, 128), "Qwen3-8B/8": (4, 1, 128)}
+
+_JAX_QUERIES = 32  # in a tile of JAX's kernel, where its table has no entry
 
 
 def context_lens(workload: str, seed: int = 0) -> list[int]:
@@ -46,24 +49,29 @@ def shape_of(case: Case) -> tpu_tiles.Shape:
     )
 
 
-def lower_attend(case: Case) -> jax.stages.Lowered:
-    """Lowers `attend` of a case for its chip, which need not be here."""
+def _array(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    def array(*shape: int, dtype="int32"):
-        return jax.ShapeDtypeStruct(shape, dtype)
+
+def our_attend(case: Case) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """Returns `attend` for a case, with the tiles of its chip, and what it takes."""
 
     def attend(q, pool, *integers):
-        decode_only = case.kernel == "decode"
+        decode_only, backend = case.kernel == "decode", f"tpu:{case.chip}"
         return paged_attention.attend(
-            q, pool, *integers, scale=case.head_dim**-0.5, decode_only=decode_only, backend=f"tpu:{case.chip}"
+            q, pool, *integers, scale=case.head_dim**-0.5, decode_only=decode_only, backend=backend
         )
 
     pool = kv_cache.pool_shape(4096, case.num_kv_heads, case.block_size, case.head_dim, "tpu")
     S, T, M = case.num_seqs, case.num_tokens, shape_of(case).blocks_per_seq
-    q = array(T, case.num_heads, case.head_dim, dtype=case.dtype)
-    return lower_for(
-        case.chip, attend, q, array(*pool, dtype=case.dtype), array(S, M), array(S), array(S + 1), array(1)
-    )
+    q = _array(T, case.num_heads, case.head_dim, dtype=case.dtype)
+    return attend, [q, _array(*pool, dtype=case.dtype), _array(S, M), _array(S), _array(S + 1), _array(1)]
+
+
+def lower_attend(case: Case) -> jax.stages.Lowered:
+    """Lowers `attend` of a case for its chip, which need not be here."""
+    attend, arguments = our_attend(case)
+    return lower_for(case.chip, attend, *arguments)
 
 
 @dataclass(kw_only=True)
@@ -143,26 +151,38 @@ def count_jax_decode(lens: list[int], case: Case) -> int:
     return row_bytes * sum(-(-n // step) * step for n in lens) + io_bytes
 
 
-def lower_jax_attend(case: Case) -> jax.stages.Lowered:
-    """Lowers JAX's own kernel for the same case, with the tiles of its table."""
-    from jax.experimental.pallas.ops.tpu import ragged_paged_attention as theirs
+def count_prefill(case: Case) -> int:
+    """Bytes of keys and values that `tpu_ragged` moves for one prompt: a tile of queries reads what it sees."""
+    shape = shape_of(case)
+    Q = tpu_tiles.ragged_tiles(shape, case.chip).queries
+    seen = sum(min(first + Q, case.num_tokens) for first in range(0, case.num_tokens, Q))
+    return seen * shape.num_kv_heads * shape.row_width * shape.itemsize
 
-    def array(*shape: int, dtype="int32"):
-        return jax.ShapeDtypeStruct(shape, dtype)
+
+def count_jax_prefill(case: Case) -> int:
+    """Bytes that JAX's own kernel moves for one prompt: every tile of 32 queries reads the whole context."""
+    itemsize, step = jnp.dtype(case.dtype).itemsize, jax_tokens_per_block(case)
+    row_bytes = 2 * case.num_kv_heads * case.head_dim * itemsize
+    return -(-case.num_tokens // _JAX_QUERIES) * -(-case.num_tokens // step) * step * row_bytes
+
+
+def jax_attend(case: Case) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """Returns JAX's own kernel for the same case, with the tiles of its table, and what it takes."""
+    from jax.experimental.pallas.ops.tpu import ragged_paged_attention as theirs
 
     def attend(*arguments):
         return theirs.ragged_paged_attention(
             *arguments,
             sm_scale=case.head_dim**-0.5,
             num_kv_pages_per_block=jax_tokens_per_block(case) // case.block_size,
-            num_queries_per_block=min(case.num_tokens, 32),
-            vmem_limit_bytes=64 << 20,
+            num_queries_per_block=min(case.num_tokens, _JAX_QUERIES),
+            vmem_limit_bytes=100 << 20,  # its default tiles take 65 MiB of long contexts
         )
 
     S, T, M = case.num_seqs, case.num_tokens, shape_of(case).blocks_per_seq
-    q = array(T, case.num_heads, case.head_dim, dtype=case.dtype)
-    pages = array(4096, case.block_size, 2 * case.num_kv_heads, case.head_dim, dtype=case.dtype)
-    return lower_for(case.chip, attend, q, pages, array(S), array(S, M), array(S + 1), array(1))
+    q = _array(T, case.num_heads, case.head_dim, dtype=case.dtype)
+    pages = _array(4096, case.block_size, 2 * case.num_kv_heads, case.head_dim, dtype=case.dtype)
+    return attend, [q, pages, _array(S), _array(S, M), _array(S + 1), _array(1)]
 
 
 def prefill_cycles(regions: list[Region], case: Case) -> dict[str, float]:
@@ -215,7 +235,7 @@ def prefill_report(chip: str, heads: tuple[int, int, int], num_tokens: int, bloc
     weight_tiles = 2 * (C / width) * -(-shape.lanes // width)
     floor = rows * weight_tiles / facts.mxu_rows_per_cycle / (facts.mxus / facts.cores)  # of a head, on one core
     seen = sum(first + (Q + 1) / 2 for first in range(0, num_tokens, Q))  # tokens, on average by a tile's rows
-    kv_bytes = sum(first + Q for first in range(0, num_tokens, Q)) * K * shape.row_width * shape.itemsize
+    kv_bytes = count_prefill(case)
     copy_s = kv_bytes / facts.hbm_bytes_per_s
     return {
         "tile": (Q, C),
@@ -230,6 +250,7 @@ def prefill_report(chip: str, heads: tuple[int, int, int], num_tokens: int, bloc
         "copy_over_products": copy_s / (cycles["all"] / facts.clock_hz),
         "flops": 4 * N * H * num_tokens * (num_tokens + 1) // 2,
         "bytes_moved": kv_bytes,
+        "jax_bytes_moved": count_jax_prefill(case),
         "compile_s": compile_s,
     }
 
