@@ -106,8 +106,14 @@ class GGUFFile:
             attention_bias="blk.0.attn_q.bias" in self._tensors,
             mlp_bias="blk.0.ffn_gate.bias" in self._tensors,
             max_position_embeddings=self._value("context_length"),
-            rope=self._read_rope(),
+            hidden_act="silu",
+            ropes=(self._read_rope(),) * num_layers,
             sliding_windows=(None,) * num_layers,
+            attention_scale=head_dim**-0.5,
+            attention_soft_cap=None,
+            logits_soft_cap=None,
+            experts=None,
+            sparse_layers=(False,) * num_layers,
             dtype=self._dtype(),
             eos_token_ids=frozenset(
                 self.metadata[key]

@@ -126,7 +126,7 @@ def test_config_is_read_from_the_metadata(tmp_path):
     assert (config.intermediate_size, config.max_position_embeddings) == (128, 512)
     assert config.rms_norm_eps == pytest.approx(1e-6)
     assert config.tie_word_embeddings
-    assert config.rope == RopeConfig(rope_type="default", theta=1e6)
+    assert set(config.ropes) == {RopeConfig(rope_type="default", theta=1e6)}
     assert config.eos_token_ids == {258}
 
 
@@ -139,13 +139,13 @@ def test_a_token_that_is_half_a_character_is_read(tmp_path):
 
 def test_linear_rotary_scaling_is_read(tmp_path):
     write_gguf(tmp_path / "m.gguf", extra=[("rope.scaling.type", "linear"), ("rope.scaling.factor", 4.0)])
-    assert read_config(tmp_path / "m.gguf").rope == RopeConfig(rope_type="linear", theta=10000.0, factor=4.0)
+    assert set(read_config(tmp_path / "m.gguf").ropes) == {RopeConfig(rope_type="linear", theta=10000.0, factor=4.0)}
 
 
 def test_rotary_divisors_of_llama_3_are_read(tmp_path):
     divisors = np.array([1, 1, 1, 1, 1.5, 4, 8, 8], np.float32)
     write_gguf(tmp_path / "m.gguf", tensors={"rope_freqs.weight": divisors})
-    rope = load_model(tmp_path / "m.gguf")[0].rope
+    rope = load_model(tmp_path / "m.gguf")[0].ropes[0]
     assert rope == RopeConfig(rope_type="divisors", theta=10000.0, divisors=tuple(divisors.tolist()))
 
 
