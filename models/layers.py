@@ -106,7 +106,7 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over the paged cache; rotary positions, window, norms on q and k as they are asked for."""
+    """Grouped-query attention over the paged cache; rotary positions, window and norms on q and k where asked for."""
 
     def __init__(self, config: ModelConfig, layer: int, style: Style):
         D, H, N, K = config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads
