@@ -97,13 +97,28 @@ def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
+class _Reader(GGUFReader):
+    """gguf's reader, which slices its file a million times for a large vocabulary: of a plain array, not a memmap.
+
+    That takes a third of the time.
+    """
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._plain
+
+    @data.setter
+    def data(self, file: np.ndarray):
+        self._plain = file.view(np.ndarray)
+
+
 def _open(path: Path) -> GGUFReader:
     """Opens a file with gguf's reader, which takes seconds for a large vocabulary: open a file once."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{path} is not a GGUF file: it does not begin with 'GGUF'.")
     try:
-        return GGUFReader(path)
+        return _Reader(path)
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
         raise ValueError(f"{path} is truncated, broken or of an unknown kind ({error}).") from error
 
