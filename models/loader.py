@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -10,9 +10,10 @@ from flax import nnx
 
 from jaxvllm.models import registry
 from jaxvllm.models.config import ModelConfig
+from jaxvllm.models.decoder import Decoder
 from jaxvllm.models.gguf import GGUFFile
 from jaxvllm.models.hf_folder import HFFolder
-from jaxvllm.models.layers import Decoder
+from jaxvllm.models.weight_map import find_sources
 
 # Where weights come from: `config`, `shapes` of the stored tensors, `stored_name(hf_name)`, and `read(stored name)`,
 # which gives a host array of its own, [out, in] as Hugging Face has it, of any float dtype.
@@ -87,29 +88,18 @@ def load_model(
     architecture = registry.resolve(config.model_type)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: architecture.make(config)))
     weights = {".".join(map(str, keys)): (keys, param) for keys, param in nnx.to_flat_state(state)}
-    names = {ours: checkpoint.stored_name(name) for ours, name in hf_names(weights, architecture.weights).items()}
-    _check_tensors(checkpoint, {names[ours]: param.shape for ours, (_, param) in weights.items()}, config)
+    shapes = {ours: param.shape for ours, (_, param) in weights.items()}
+    sources = find_sources(shapes, architecture.weights, checkpoint)
+    expected = {name: shape for source in sources for name, shape in source.stored_shapes(shapes).items()}
+    _check_tensors(checkpoint, expected, config)
 
     loaded = []
-    for ours, (keys, param) in weights.items():
-        host = checkpoint.read(names[ours]).astype(param.dtype, copy=False)
-        place = sharding(ours, host.shape) if sharding else None
-        loaded.append((keys, param.replace(jax.device_put(host, place))))
+    for source in sources:
+        for ours, host in source.read(shapes, checkpoint.read):
+            keys, param = weights[ours]
+            place = sharding(ours, host.shape) if sharding else None
+            loaded.append((keys, param.replace(jax.device_put(host.astype(param.dtype, copy=False), place))))
     return config, nnx.merge(graphdef, nnx.from_flat_state(loaded))
-
-
-def hf_names(paths: Iterable[str], weights: Mapping[str, str]) -> dict[str, str]:
-    """Returns Hugging Face's name of each of our paths, by an architecture's weight map.
-
-    A number in a path is matched by `*` in the map, and stands for `*` in the name.
-    """
-    by_path = {ours: name for name, ours in weights.items()}
-    names = {}
-    for path in paths:
-        pattern = by_path[re.sub(r"(?<=\.)\d+(?=\.)", "*", path)]
-        numbers = iter(re.findall(r"(?<=\.)\d+(?=\.)", path))
-        names[path] = re.sub(r"\*", lambda _: next(numbers), pattern)  # noqa: B023  # used up within the iteration
-    return names
 
 
 def _check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], config: ModelConfig):
