@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxvllm.models import registry
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.gguf import GGUFFile
 from jaxvllm.models.hf_folder import HFFolder
-from jaxvllm.models.layers import Decoder
+from jaxvllm.models.layers import Decoder, Linear
+from jaxvllm.models.quantized import QuantizedWeight, quantize
 
 # Where weights come from: `config`, `shapes` of the stored tensors, `stored_name(hf_name)`, and `read(stored name)`,
 # which gives a host array of its own, [out, in] as Hugging Face has it, of any float dtype.
@@ -71,12 +73,17 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def load_model(
-    source: Path | Checkpoint, dtype: str = "auto", sharding: ShardingRule | None = None
+    source: Path | Checkpoint,
+    dtype: str = "auto",
+    sharding: ShardingRule | None = None,
+    *,
+    quantization: str = "auto",
 ) -> tuple[ModelConfig, Decoder]:
     """Loads a checkpoint, one tensor at a time, each straight to where `sharding` says, in `dtype` (auto: its own).
 
-    Returns the config, its `dtype` now the one loaded, and the module. On the host, beside the weights themselves
-    there are at most two tensors at a time. Raises ValueError naming tensors that are missing, surplus or mis-shaped.
+    `quantization="int8"` rounds the weights of `quantizable` as they are read. Returns the config, its `dtype` now the
+    one loaded, and the module. On the host, beside the weights themselves there are at most two tensors at a time.
+    Raises ValueError naming tensors that are missing, surplus or mis-shaped.
     """
     checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
     config = checkpoint.config
@@ -85,17 +92,51 @@ def load_model(
     if config.num_layers > len(checkpoint.shapes):
         raise ValueError(f"{checkpoint.path}: {config.num_layers} layers do not fit {len(checkpoint.shapes)} tensors.")
     architecture = registry.resolve(config.model_type)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: architecture.make(config)))
+    abstract = nnx.eval_shape(lambda: architecture.make(config))
+    graphdef, state = nnx.split(abstract)
     weights = {".".join(map(str, keys)): (keys, param) for keys, param in nnx.to_flat_state(state)}
     names = {ours: checkpoint.stored_name(name) for ours, name in hf_names(weights, architecture.weights).items()}
     _check_tensors(checkpoint, {names[ours]: param.shape for ours, (_, param) in weights.items()}, config)
+    to_int8 = quantizable(abstract) if quantization == "int8" else frozenset()
 
     loaded = []
     for ours, (keys, param) in weights.items():
-        host = checkpoint.read(names[ours]).astype(param.dtype, copy=False)
+        host = checkpoint.read(names[ours])
         place = sharding(ours, host.shape) if sharding else None
-        loaded.append((keys, param.replace(jax.device_put(host, place))))
+        if ours in to_int8:
+            loaded.append((keys, param.replace(_put_quantized(host, place, f"{checkpoint.path}: {names[ours]!r}"))))
+        else:
+            loaded.append((keys, param.replace(jax.device_put(host.astype(param.dtype, copy=False), place))))
     return config, nnx.merge(graphdef, nnx.from_flat_state(loaded))
+
+
+def quantizable(model: Decoder) -> frozenset[str]:
+    """Returns the paths of the weights that int8 replaces: those of the layers' `Linear`s.
+
+    Not the embedding and the head, whose rows are a token's own scores, nor a router, which decides where tokens go,
+    nor norms, biases and what is no `Linear`.
+    """
+    return frozenset(
+        ".".join(map(str, (*path, "weight")))
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Linear) and path[-1] not in ("head", "router", "shared_gate")
+    )
+
+
+def _put_quantized(host: np.ndarray, place: jax.sharding.Sharding | None, name: str) -> QuantizedWeight:
+    """Rounds a weight to int8 and places it, its scales where the rows are that they belong to."""
+    try:
+        values, scales = quantize(host)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be int8: {error}") from error
+    return QuantizedWeight(jax.device_put(values, place), jax.device_put(scales, scales_place(place)))
+
+
+def scales_place(place: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    """Returns where the scales of a weight go that is placed there."""
+    if isinstance(place, jax.sharding.NamedSharding):
+        return place.update(spec=jax.sharding.PartitionSpec(*place.spec[:1]))
+    return place
 
 
 def hf_names(paths: Iterable[str], weights: Mapping[str, str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ install_import_hook(
         "jaxvllm.engine.model_runner",
         "jaxvllm.kernels",
         "jaxvllm.models.layers",
+        "jaxvllm.models.quantized",
         "jaxvllm.models.rope",
         "jaxvllm.models.sampler",
     ],
