@@ -2,10 +2,11 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -14,11 +15,12 @@ from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.gguf import GGUFFile
 from jaxvllm.models.hf_folder import HFFolder
 from jaxvllm.models.layers import Decoder, Linear
+from jaxvllm.models.orbax_folder import OrbaxFolder, is_orbax_folder
 from jaxvllm.models.quantized import QuantizedWeight, quantize
 
 # Where weights come from: `config`, `shapes` of the stored tensors, `stored_name(hf_name)`, and `read(stored name)`,
 # which gives a host array of its own, [out, in] as Hugging Face has it, of any float dtype.
-Checkpoint = HFFolder | GGUFFile
+Checkpoint = HFFolder | GGUFFile | OrbaxFolder
 
 # Asked with a weight's path ("layers.0.attention.q.weight") and shape; None is JAX's default device.
 ShardingRule = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
@@ -61,7 +63,7 @@ def resolve_path(name: str) -> Path:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a folder or a GGUF file; reads headers only. Raises ValueError naming what is missing or broken."""
     if path.is_dir():
-        return HFFolder(path)
+        return OrbaxFolder(path) if is_orbax_folder(path) else HFFolder(path)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give a checkpoint folder or a .gguf file.")
     return GGUFFile(path)
@@ -95,19 +97,62 @@ def load_model(
     abstract = nnx.eval_shape(lambda: architecture.make(config))
     graphdef, state = nnx.split(abstract)
     weights = {".".join(map(str, keys)): (keys, param) for keys, param in nnx.to_flat_state(state)}
-    names = {ours: checkpoint.stored_name(name) for ours, name in hf_names(weights, architecture.weights).items()}
-    _check_tensors(checkpoint, {names[ours]: param.shape for ours, (_, param) in weights.items()}, config)
     to_int8 = quantizable(abstract) if quantization == "int8" else frozenset()
+    params = {ours: param for ours, (_, param) in weights.items()}
+    load = _restored if isinstance(checkpoint, OrbaxFolder) else _read
+    loaded = [(weights[ours][0], param) for ours, param in load(checkpoint, config, params, to_int8, sharding)]
+    return config, nnx.merge(graphdef, nnx.from_flat_state(loaded))
 
-    loaded = []
-    for ours, (keys, param) in weights.items():
+
+def _read(
+    checkpoint: HFFolder | GGUFFile,
+    config: ModelConfig,
+    params: Mapping[str, nnx.Param],
+    to_int8: frozenset[str],
+    sharding: ShardingRule | None,
+) -> Iterator[tuple[str, nnx.Param]]:
+    """Yields each weight at its place; what is stored is checked first."""
+    weight_map = registry.resolve(config.model_type).weights
+    names = {ours: checkpoint.stored_name(name) for ours, name in hf_names(params, weight_map).items()}
+    _check_tensors(checkpoint, {names[ours]: param.shape for ours, param in params.items()}, config)
+    for ours, param in params.items():
         host = checkpoint.read(names[ours])
         place = sharding(ours, host.shape) if sharding else None
         if ours in to_int8:
-            loaded.append((keys, param.replace(_put_quantized(host, place, f"{checkpoint.path}: {names[ours]!r}"))))
+            yield ours, param.replace(_put_quantized(host, place, f"{checkpoint.path}: {names[ours]!r}"))
         else:
-            loaded.append((keys, param.replace(jax.device_put(host.astype(param.dtype, copy=False), place))))
-    return config, nnx.merge(graphdef, nnx.from_flat_state(loaded))
+            yield ours, param.replace(jax.device_put(host.astype(param.dtype, copy=False), place))
+
+
+def _restored(
+    checkpoint: OrbaxFolder,
+    config: ModelConfig,
+    params: Mapping[str, nnx.Param],
+    to_int8: frozenset[str],
+    sharding: ShardingRule | None,
+) -> Iterator[tuple[str, nnx.Param]]:
+    """Yields each weight at its place: together, as Orbax reads best, but one by one those to be made int8."""
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    places = {ours: (sharding(ours, param.shape) if sharding else None) or default for ours, param in params.items()}
+    targets = {}
+    for ours, param in params.items():
+        target = jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=places[ours])
+        if ours in checkpoint.quantized:
+            scales = jax.ShapeDtypeStruct(param.shape[:1], jnp.float32, sharding=scales_place(places[ours]))
+            targets |= {f"{ours}.values": target.update(dtype=jnp.int8), f"{ours}.scales": scales}
+        else:
+            targets[ours] = target
+    _check_tensors(checkpoint, {name: target.shape for name, target in targets.items()}, config)
+    to_int8 -= checkpoint.quantized
+    arrays = checkpoint.restore({name: target for name, target in targets.items() if name not in to_int8})
+    for ours, param in params.items():
+        if ours in to_int8:
+            host = checkpoint.read(ours)
+            yield ours, param.replace(_put_quantized(host, places[ours], f"{checkpoint.path}: {ours!r}"))
+        elif ours in checkpoint.quantized:
+            yield ours, param.replace(QuantizedWeight(arrays[f"{ours}.values"], arrays[f"{ours}.scales"]))
+        else:
+            yield ours, param.replace(arrays[ours])
 
 
 def quantizable(model: Decoder) -> frozenset[str]:

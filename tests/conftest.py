@@ -18,7 +18,6 @@ install_import_hook(
         "jaxvllm.engine.model_runner",
         "jaxvllm.kernels",
         "jaxvllm.models.layers",
-        "jaxvllm.models.quantized",
         "jaxvllm.models.rope",
         "jaxvllm.models.sampler",
     ],

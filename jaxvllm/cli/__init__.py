@@ -5,6 +5,7 @@ import click
 from jaxvllm.cli.bench import bench
 from jaxvllm.cli.chat import chat
 from jaxvllm.cli.compile import compile_command
+from jaxvllm.cli.convert import convert
 from jaxvllm.cli.demo import demo
 from jaxvllm.cli.generate import generate
 
@@ -30,5 +31,5 @@ def main(debug: bool):
     """Generate text with a language model on a TPU, a GPU or the CPU."""
 
 
-for command in (generate, chat, demo, bench, compile_command):
+for command in (generate, chat, demo, convert, bench, compile_command):
     main.add_command(command)
