@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -115,8 +116,9 @@ def _read(
     weight_map = registry.resolve(config.model_type).weights
     names = {ours: checkpoint.stored_name(name) for ours, name in hf_names(params, weight_map).items()}
     _check_tensors(checkpoint, {names[ours]: param.shape for ours, param in params.items()}, config)
+    read = partial(checkpoint.read, dtype=config.dtype) if isinstance(checkpoint, HFFolder) else checkpoint.read
     for ours, param in params.items():
-        host = checkpoint.read(names[ours])
+        host = read(names[ours])
         place = sharding(ours, host.shape) if sharding else None
         if ours in to_int8:
             yield ours, param.replace(_put_quantized(host, place, f"{checkpoint.path}: {names[ours]!r}"))

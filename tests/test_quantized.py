@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,9 +8,11 @@ import pytest
 from engines import GREEDY, make_llm
 from flax import nnx
 from hlo import wide_weights
+from model_steps import prefill
 from tiny_models import tiny_llama, tiny_qwen3
 
 from jaxvllm import SamplingParams
+from jaxvllm.demo import demo_model_path
 from jaxvllm.models.layers import linear
 from jaxvllm.models.loader import load_model
 from jaxvllm.models.quantized import QuantizedWeight, quantize
@@ -143,3 +148,22 @@ def test_engine_serves_int8_in_any_batch(tiny_llama_path):
     alone = [llm.generate([prompt], params, use_tqdm=False)[0].token_ids for prompt in prompts]
     assert together == alone
     assert all(len(tokens) == 8 for tokens in together)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_smollm2_in_int8_chooses_mostly_the_same_tokens(dtype, capsys):
+    """Over 8 recorded prompts and their 64 tokens each, every token's next one, by the same text before it."""
+    record = json.loads((Path(__file__).parent / "data" / "expected_smollm2.json").read_text())
+    sequences = [prompt["prompt_token_ids"] + prompt["token_ids"] for prompt in record["prompts"][:8]]
+    whole = prefill(load_model(demo_model_path(), dtype)[1], sequences)
+    rounded = prefill(load_model(demo_model_path(), dtype, quantization="int8")[1], sequences)
+    differences = [np.abs(one - other) for one, other in zip(whole, rounded, strict=True)]
+    equal = [one.argmax(-1) == other.argmax(-1) for one, other in zip(whole, rounded, strict=True)]
+    largest, typical = max(d.max() for d in differences), np.mean([d.mean() for d in differences])
+    share, count = np.concatenate(equal).mean(), sum(map(len, equal))
+    with capsys.disabled():
+        print(f"\nSmolLM2 int8 in {dtype}: logits differ by {largest:.2f} at most, {typical:.3f} on average;")
+        print(f"{share:.1%} of {count} greedy tokens equal")
+    assert share > 0.93
+    assert largest < 4
