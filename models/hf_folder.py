@@ -1,6 +1,7 @@
 """A Hugging Face checkpoint folder: config.json beside one or more safetensors files."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from jaxvllm.models import float8, registry
 from jaxvllm.models.config import ModelConfig, read_hf_config, read_json
+
+logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -44,7 +47,10 @@ class HFFolder:
     @cached_property
     def _entries(self) -> dict[str, _Entry]:
         found: dict[str, _Entry] = {}
-        for file, names in _shards(self.path).items():
+        shards = _shards(self.path)
+        for file in sorted(set(self.path.glob("*.safetensors")) - shards.keys()):
+            logger.warning("%s is not read: %s names the files of the model, and not this one.", file, _INDEX)
+        for file, names in shards.items():
             entries = _read_header(file)
             if absent := sorted(names - entries.keys()):
                 raise ValueError(f"{file} lacks {absent[0]!r}, which {_INDEX} says it holds.")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +13,13 @@ from flax import nnx
 
 from jaxvllm.models import registry
 from jaxvllm.models.config import ModelConfig
+from jaxvllm.models.decoder import Decoder
 from jaxvllm.models.gguf import GGUFFile
 from jaxvllm.models.hf_folder import HFFolder
-from jaxvllm.models.layers import Decoder, Linear
+from jaxvllm.models.layers import Linear
 from jaxvllm.models.orbax_folder import OrbaxFolder, is_orbax_folder
 from jaxvllm.models.quantized import QuantizedWeight, quantize
+from jaxvllm.models.weight_map import find_sources
 
 # Where weights come from: `config`, `shapes` of the stored tensors, `stored_name(hf_name)`, and `read(stored name)`,
 # which gives a host array of its own, [out, in] as Hugging Face has it, of any float dtype.
@@ -113,17 +115,18 @@ def _read(
     sharding: ShardingRule | None,
 ) -> Iterator[tuple[str, nnx.Param]]:
     """Yields each weight at its place; what is stored is checked first."""
-    weight_map = registry.resolve(config.model_type).weights
-    names = {ours: checkpoint.stored_name(name) for ours, name in hf_names(params, weight_map).items()}
-    _check_tensors(checkpoint, {names[ours]: param.shape for ours, param in params.items()}, config)
+    shapes = {ours: param.shape for ours, param in params.items()}
+    sources = find_sources(shapes, registry.resolve(config.model_type).weights, checkpoint)
+    expected = {name: shape for source in sources for name, shape in source.stored_shapes(shapes).items()}
+    _check_tensors(checkpoint, expected, config)
     read = partial(checkpoint.read, dtype=config.dtype) if isinstance(checkpoint, HFFolder) else checkpoint.read
-    for ours, param in params.items():
-        host = read(names[ours])
-        place = sharding(ours, host.shape) if sharding else None
-        if ours in to_int8:
-            yield ours, param.replace(_put_quantized(host, place, f"{checkpoint.path}: {names[ours]!r}"))
-        else:
-            yield ours, param.replace(jax.device_put(host.astype(param.dtype, copy=False), place))
+    for source in sources:
+        for ours, host in source.read(shapes, read):
+            param, place = params[ours], sharding(ours, host.shape) if sharding else None
+            if ours in to_int8:
+                yield ours, param.replace(_put_quantized(host, place, f"{checkpoint.path}: {source.names[0]!r}"))
+            else:
+                yield ours, param.replace(jax.device_put(host.astype(param.dtype, copy=False), place))
 
 
 def _restored(
@@ -184,20 +187,6 @@ def scales_place(place: jax.sharding.Sharding | None) -> jax.sharding.Sharding |
     if isinstance(place, jax.sharding.NamedSharding):
         return place.update(spec=jax.sharding.PartitionSpec(*place.spec[:1]))
     return place
-
-
-def hf_names(paths: Iterable[str], weights: Mapping[str, str]) -> dict[str, str]:
-    """Returns Hugging Face's name of each of our paths, by an architecture's weight map.
-
-    A number in a path is matched by `*` in the map, and stands for `*` in the name.
-    """
-    by_path = {ours: name for name, ours in weights.items()}
-    names = {}
-    for path in paths:
-        pattern = by_path[re.sub(r"(?<=\.)\d+(?=\.)", "*", path)]
-        numbers = iter(re.findall(r"(?<=\.)\d+(?=\.)", path))
-        names[path] = re.sub(r"\*", lambda _: next(numbers), pattern)  # noqa: B023  # used up within the iteration
-    return names
 
 
 def _check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], config: ModelConfig):

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxvllm.models.config import ModelConfig, read_json
-from jaxvllm.models.layers import Decoder
+from jaxvllm.models.decoder import Decoder
 from jaxvllm.models.quantized import QuantizedWeight
 
 _FORMAT = 1

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import AttentionBatch
-from jaxvllm.models.layers import Decoder
+from jaxvllm.models.decoder import Decoder
 
 BLOCK_SIZE = 16
 _MULTIPLE = 128  # tokens are padded to it: few programs, and every test sees padding

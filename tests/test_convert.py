@@ -7,7 +7,7 @@ import gguf_vocabularies as vocabularies
 import pytest
 from click.testing import CliRunner
 from engines import GREEDY, make_llm
-from test_gguf import write_gguf as write_model
+from gguf_files import write_gguf as write_model
 from tiny_models import tiny_llama, tiny_qwen3
 
 from jaxvllm import SamplingParams

@@ -8,7 +8,7 @@ from flax import nnx
 from model_steps import Runner
 from tiny_models import tiny_llama, tiny_qwen3
 
-from jaxvllm.models import layers
+from jaxvllm.models import decoder
 from jaxvllm.models.layers import Embedding, RMSNorm, linear
 from jaxvllm.models.loader import load_model
 
@@ -64,9 +64,9 @@ def test_embedding_of_an_id_outside_the_table_is_finite():
 def test_layer_is_traced_once_per_program_and_kind(make, changes, kinds, tmp_path, monkeypatch):
     model = load_model(make(tmp_path, tokenizer=False, **changes))[1]
     traced = []
-    body = layers.DecoderLayer.__call__
+    body = decoder.DecoderLayer.__call__
     monkeypatch.setattr(
-        layers.DecoderLayer, "__call__", lambda self, *args, **kw: traced.append(self) or body(self, *args, **kw)
+        decoder.DecoderLayer, "__call__", lambda self, *args, **kw: traced.append(self) or body(self, *args, **kw)
     )
     Runner(model, 1, 80).step([[1, 2, 3]])  # a length that no other test has: nothing is traced yet
     assert len(traced) == kinds

@@ -122,10 +122,17 @@ def change_marker(folder: Path, change):
     (folder / "jaxvllm.json").write_text(json.dumps(marker))
 
 
+def add_layer(model: dict):
+    """Makes a config's JSON that of a model with one layer more."""
+    for name in ("ropes", "sliding_windows", "sparse_layers"):
+        model[name].append(model[name][-1])
+    model["num_layers"] += 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m["model"].update(num_layers=4, sliding_windows=[None] * 4), r"lacks the tensors 'layers.3\.*"),
+        (lambda m: add_layer(m["model"]), r"lacks the tensors 'layers.3\.*"),
         (lambda m: m["model"].update(attention_bias=False), r"holds the tensors 'layers.0.attention.k.bias'.* llama"),
         (lambda m: m["model"].update(vocab_size=500), r"'embed.weight' is \[512, 64\].*makes it \[500, 64\]"),
         (lambda m: m["model"].update(model_type="nonesuch"), "model_type='nonesuch' is not supported"),

@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines import GREEDY, assert_all_blocks_free, make_llm
-from model_steps import prefill
-from tiny_models import tiny_llama, tiny_qwen3
+from model_steps import assert_equals_transformers, prefill
+from tiny_models import CONFIGS, tiny_model
 
 from jaxvllm import SamplingParams
 from jaxvllm.demo import demo_model_path
+from jaxvllm.models import registry
 from jaxvllm.models.loader import load_model
 
 DATA = Path(__file__).parent / "data"
@@ -46,19 +47,21 @@ def count_chunks(llm):
     return chunks
 
 
-@pytest.mark.parametrize(("name", "build"), [("llama", tiny_llama), ("qwen3", tiny_qwen3)])
-def test_tiny_model_gives_transformers_tokens(tmp_path, name, build):
+def test_every_architecture_is_recorded():
+    assert set(CONFIGS) == {case["model_type"] for case in TINY.values()} == set(registry.ARCHITECTURES)
+
+
+def make_tiny_llm(path, **options):
+    """Two programs: prefill in chunks of at most 96 tokens, and decode."""
+    options = {"max_model_len": 400, "max_num_batched_tokens": 96, "token_buckets": (96,)} | options
+    return make_llm(path, seq_buckets=(8,), kvcache_block_size=16, num_kvcache_blocks=256, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != "phi3_longrope"])
+def test_tiny_model_gives_transformers_tokens(tmp_path, name):
     """Lengths up to 300: batched, in chunks of at most 96 tokens, then with every prefix in the cache."""
     recorded = TINY[name]
-    path = build(tmp_path, **recorded["overrides"])
-    llm = make_llm(
-        path,
-        max_model_len=400,
-        max_num_batched_tokens=96,
-        token_buckets=(96,),
-        kvcache_block_size=16,
-        num_kvcache_blocks=256,
-    )
+    llm = make_tiny_llm(tiny_model(tmp_path, recorded["model_type"], **recorded["overrides"]))
     chunks = count_chunks(llm)
     tokens, _ = run(llm, recorded)
     assert tokens == expected_tokens(recorded)
@@ -67,6 +70,32 @@ def test_tiny_model_gives_transformers_tokens(tmp_path, name, build):
     assert tokens == expected_tokens(recorded)
     lengths = [len(prompt["prompt_token_ids"]) for prompt in recorded["prompts"]]
     assert cached == [(length - 1) // 16 * 16 for length in lengths]
+
+
+@pytest.mark.parametrize(("max_model_len", "served"), [(150, slice(0, 6)), (400, slice(6, 8))])
+def test_longrope_gives_transformers_tokens_on_each_side_of_the_original_context(tmp_path, max_model_len, served):
+    """The longest sequence an engine serves chooses the frequencies of all of them: 150 tokens are the original."""
+    recorded = TINY["phi3_longrope"] | {"prompts": TINY["phi3_longrope"]["prompts"][served]}
+    path = tiny_model(tmp_path, recorded["model_type"], **recorded["overrides"])
+    llm = make_tiny_llm(path, max_model_len=max_model_len)
+    for _ in range(2):
+        tokens, _ = run(llm, recorded)
+        assert tokens == expected_tokens(recorded)
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != "phi3_longrope"])
+def test_tiny_model_gives_transformers_logits(tmp_path, name):
+    recorded = TINY[name]
+    _, model = load_model(tiny_model(tmp_path, recorded["model_type"], **recorded["overrides"]))
+    assert_equals_transformers(model, recorded)
+
+
+@pytest.mark.parametrize(("max_len", "served"), [(150, slice(0, 6)), (400, slice(6, 8))])
+def test_longrope_gives_transformers_logits(tmp_path, max_len, served):
+    recorded = TINY["phi3_longrope"] | {"prompts": TINY["phi3_longrope"]["prompts"][served]}
+    _, model = load_model(tiny_model(tmp_path, recorded["model_type"], **recorded["overrides"]))
+    model.max_len = max_len
+    assert_equals_transformers(model, recorded)
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ class LLMEngine:
             max_model_len=min(config.max_model_len, model_config.max_position_embeddings),
             eos=config.eos_ids | model_config.eos_token_ids | tokenizer_eos,
         )
+        model.max_len = config.max_model_len
         self.model_config = model_config
         self.model_runner = ModelRunner(config, model_config, model)
         self.config = dataclasses.replace(config, num_kvcache_blocks=self.model_runner.num_blocks)
