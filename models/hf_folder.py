@@ -58,6 +58,11 @@ class HFFolder:
         return found
 
     @property
+    def has_weights(self) -> bool:
+        """Whether there is anything but a config."""
+        return any(self.path.glob("*.safetensors")) or (self.path / _INDEX).exists()
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, under its stored name; what scales a float8 weight belongs to it."""
         scaling = {scale for name in self._entries for scale in self._scales(name)}

@@ -19,7 +19,7 @@ from jaxvllm.models.hf_folder import HFFolder
 from jaxvllm.models.layers import Linear
 from jaxvllm.models.orbax_folder import OrbaxFolder, is_orbax_folder
 from jaxvllm.models.quantized import QuantizedWeight, quantize
-from jaxvllm.models.weight_map import find_sources
+from jaxvllm.models.weight_map import Source, find_sources
 
 # Where weights come from: `config`, `shapes` of the stored tensors, `stored_name(hf_name)`, and `read(stored name)`,
 # which gives a host array of its own, [out, in] as Hugging Face has it, of any float dtype.
@@ -31,13 +31,15 @@ ShardingRule = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
 _ROTARY_BUFFER = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # computed here, not loaded
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "vocab.txt", "merges.txt"]
+_HUB_CONFIGS = ["config.json", "generation_config.json"]
 _NOT_HUB_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
 _NAMES_SHOWN = 5
 
 
-def resolve_path(name: str) -> Path:
+def resolve_path(name: str, *, weights: bool = True) -> Path:
     """Returns the folder or file of a model: an existing one as it is, else the hub's, downloaded if need be.
 
+    Without `weights` the hub is asked for the configs only.
     Only a name like `Qwen/Qwen3-0.6B` that is no existing path reaches the network. Raises ValueError on a path that
     does not exist and OSError, saying what to do, when the hub does not deliver.
     """
@@ -53,7 +55,8 @@ def resolve_path(name: str) -> Path:
     import huggingface_hub  # only here: a local model needs none of it
 
     try:
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES)
+        wanted = _HUB_FILES if weights else _HUB_CONFIGS
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=_NOT_HUB_FILES)
     except (OSError, ValueError) as error:
         raise OSError(
             f"{name!r} is no folder or file here, and the Hugging Face hub did not deliver it "
@@ -75,6 +78,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def read_config(path: Path) -> ModelConfig:
     """Reads what a checkpoint says about its model, without the weights; `dtype` is that of the checkpoint."""
     return open_checkpoint(path).config
+
+
+def check_weights(checkpoint: HFFolder | GGUFFile):
+    """Raises ValueError, as `load_model` would, unless the tensors stored are the model's. Reads headers only."""
+    config = checkpoint.config
+    model = nnx.eval_shape(lambda: registry.resolve(config.model_type).make(config))
+    shapes = {".".join(map(str, keys)): param.shape for keys, param in nnx.to_flat_state(nnx.state(model))}
+    _checked_sources(checkpoint, config, shapes)
 
 
 def load_model(
@@ -114,11 +125,9 @@ def _read(
     to_int8: frozenset[str],
     sharding: ShardingRule | None,
 ) -> Iterator[tuple[str, nnx.Param]]:
-    """Yields each weight at its place; what is stored is checked first."""
+    """Yields each weight at its place."""
     shapes = {ours: param.shape for ours, param in params.items()}
-    sources = find_sources(shapes, registry.resolve(config.model_type).weights, checkpoint)
-    expected = {name: shape for source in sources for name, shape in source.stored_shapes(shapes).items()}
-    _check_tensors(checkpoint, expected, config)
+    sources = _checked_sources(checkpoint, config, shapes)
     read = partial(checkpoint.read, dtype=config.dtype) if isinstance(checkpoint, HFFolder) else checkpoint.read
     for source in sources:
         for ours, host in source.read(shapes, read):
@@ -127,6 +136,15 @@ def _read(
                 yield ours, param.replace(_put_quantized(host, place, f"{checkpoint.path}: {source.names[0]!r}"))
             else:
                 yield ours, param.replace(jax.device_put(host.astype(param.dtype, copy=False), place))
+
+
+def _checked_sources(
+    checkpoint: HFFolder | GGUFFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> list[Source]:
+    sources = find_sources(shapes, registry.resolve(config.model_type).weights, checkpoint)
+    expected = {name: shape for source in sources for name, shape in source.stored_shapes(shapes).items()}
+    _check_tensors(checkpoint, expected, config)
+    return sources
 
 
 def _restored(

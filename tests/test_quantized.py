@@ -14,7 +14,7 @@ from tiny_models import tiny_llama, tiny_qwen3
 from jaxvllm import SamplingParams
 from jaxvllm.demo import demo_model_path
 from jaxvllm.models.layers import linear
-from jaxvllm.models.loader import load_model
+from jaxvllm.models.loader import load_model, open_checkpoint
 from jaxvllm.models.quantized import QuantizedWeight, quantize
 
 SHAPES = [(512, 64), (700, 48), (96, 160)]  # whole tiles of output channels, a tile and a rest, no whole tile
@@ -151,19 +151,18 @@ def test_engine_serves_int8_in_any_batch(tiny_llama_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_smollm2_in_int8_chooses_mostly_the_same_tokens(dtype, capsys):
-    """Over 8 recorded prompts and their 64 tokens each, every token's next one, by the same text before it."""
+@pytest.mark.timeout(1800)  # a busy machine takes its time
+def test_smollm2_in_int8_chooses_mostly_the_same_tokens(capsys):
+    """Over 6 recorded prompts and their 64 tokens each, every token's next one, by the same text before it."""
     record = json.loads((Path(__file__).parent / "data" / "expected_smollm2.json").read_text())
-    sequences = [prompt["prompt_token_ids"] + prompt["token_ids"] for prompt in record["prompts"][:8]]
-    whole = prefill(load_model(demo_model_path(), dtype)[1], sequences)
-    rounded = prefill(load_model(demo_model_path(), dtype, quantization="int8")[1], sequences)
-    differences = [np.abs(one - other) for one, other in zip(whole, rounded, strict=True)]
-    equal = [one.argmax(-1) == other.argmax(-1) for one, other in zip(whole, rounded, strict=True)]
-    largest, typical = max(d.max() for d in differences), np.mean([d.mean() for d in differences])
-    share, count = np.concatenate(equal).mean(), sum(map(len, equal))
+    sequences = [prompt["prompt_token_ids"] + prompt["token_ids"] for prompt in record["prompts"][:6]]
+    checkpoint = open_checkpoint(demo_model_path())
+    whole = np.concatenate(prefill(load_model(checkpoint, "float32")[1], sequences))
+    rounded = np.concatenate(prefill(load_model(checkpoint, "float32", quantization="int8")[1], sequences))
+    differences = np.abs(whole - rounded)
+    equal = whole.argmax(-1) == rounded.argmax(-1)
     with capsys.disabled():
-        print(f"\nSmolLM2 int8 in {dtype}: logits differ by {largest:.2f} at most, {typical:.3f} on average;")
-        print(f"{share:.1%} of {count} greedy tokens equal")
-    assert share > 0.93
-    assert largest < 4
+        print(f"\nSmolLM2 int8: logits differ by {differences.max():.2f} at most, {differences.mean():.3f} on average;")
+        print(f"{equal.mean():.1%} of {len(equal)} greedy tokens equal")
+    assert equal.mean() > 0.93
+    assert differences.max() < 4
