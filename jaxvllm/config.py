@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "int8"]
 AttentionBackend = Literal["auto", "xla", "tpu", "gpu"]
 
 PRESETS = Path(__file__).parent / "configs"
@@ -35,6 +36,7 @@ class EngineConfig:
     num_kvcache_blocks: int = -1  # blocks in the pool; -1 sizes it from the device's memory
     eos: int | frozenset[int] = -1  # end ids; the engine fills in those of the checkpoint
     dtype: Dtype = "auto"  # of weights, activations and cache; auto is the checkpoint's
+    quantization: Quantization = "auto"  # of the layers' weights; int8 is per output channel, auto the checkpoint's
     attention_backend: AttentionBackend = "auto"  # auto follows the platform
     token_buckets: tuple[int, ...] = ()  # padded token counts of prefill; () doubles from 16 to the limit
     seq_buckets: tuple[int, ...] = ()  # padded sequence counts of decode; () doubles from 2 to the limit
@@ -107,6 +109,7 @@ class EngineConfig:
 
     def _check_choices(self):
         _check_choice("dtype", self.dtype, get_args(Dtype))
+        _check_choice("quantization", self.quantization, get_args(Quantization))
         _check_choice("attention_backend", self.attention_backend, get_args(AttentionBackend))
         for name in ("enforce_eager", "forbid_recompile"):
             _check_choice(name, getattr(self, name), (False, True))

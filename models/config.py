@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxvllm.models.float8 import read_float8
 from jaxvllm.models.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -150,10 +151,9 @@ def read_hf_config(folder: Path, raw: Mapping[str, Any], stored_dtype: Callable[
     wrong with it.
     """
     path = folder / "config.json"
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ValueError(f"{path}: quantised weights ({method}) are not supported: use the unquantised checkpoint.")
     try:
+        if quantization := raw.get("quantization_config"):
+            read_float8(quantization)  # refuses every other kind
         hf_config = import_transformers().AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )

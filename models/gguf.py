@@ -12,6 +12,8 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.gguf_config import DIALECTS, ROPE_TENSORS, ConfigReader
 
+_MAX_ITEMS = 2**22  # of a list in the metadata: ten times the merges of the largest vocabulary
+
 
 class GGUFFile:
     """The metadata, the config and the tensors of a GGUF file; the header alone is read until `read` is called.
@@ -61,7 +63,9 @@ class GGUFFile:
         except NotImplementedError as error:
             kind = tensor.tensor_type.name
             raise ValueError(f"{self.path}: {name!r} is {kind}, which gguf cannot dequantise.") from error
-        return np.array(values).reshape(self._shape(name))  # a copy: the file's own memory map must not be kept
+        if np.may_share_memory(values, tensor.data):
+            values = np.array(values)  # a copy: the file's own memory map must not be kept
+        return values.reshape(self._shape(name))
 
     @property
     def _arch(self) -> str:
@@ -98,9 +102,10 @@ def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 class _Reader(GGUFReader):
-    """gguf's reader, which slices its file a million times for a large vocabulary: of a plain array, not a memmap.
+    """gguf's reader, made faster and safe from damaged files.
 
-    That takes a third of the time.
+    It slices its file a million times for a large vocabulary: of a plain array, not a memmap, that takes a third of
+    the time. A damaged length would keep it busy for hours: it takes nothing for a number past the end.
     """
 
     @property
@@ -110,6 +115,19 @@ class _Reader(GGUFReader):
     @data.setter
     def data(self, file: np.ndarray):
         self._plain = file.view(np.ndarray)
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+        end = int(offset) + int(count) * np.dtype(dtype).itemsize
+        if end > self.data.size:
+            raise ValueError(f"byte {end} is past its end")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == GGUFValueType.ARRAY:
+            length = int(self._get(orig_offs + 4, np.uint64)[0])  # behind the kind of its items
+            if length > _MAX_ITEMS:
+                raise ValueError(f"a list of {length} entries in its metadata")
+        return super()._get_field_parts(orig_offs, raw_type)
 
 
 def _open(path: Path) -> GGUFReader:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 from jaxvllm.kernels import paged_attention
 from jaxvllm.kernels.paged_attention import AttentionBatch
 from jaxvllm.models.config import ModelConfig
+from jaxvllm.models.quantized import QuantizedWeight, quantized_product
 from jaxvllm.models.rope import Angles, rotate
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
@@ -23,7 +24,7 @@ _FEW_ROWS = 64
 
 def linear(
     x: Float[Array, "rows inputs"],
-    weight: Float[Array, "outputs inputs"],
+    weight: Float[Array, "outputs inputs"] | QuantizedWeight,
     bias: Float[Array, " outputs"] | None = None,
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
@@ -33,7 +34,9 @@ def linear(
     float32 stays float32: the accelerators' default would round its inputs to bfloat16 or TF32.
     """
     product = partial(_product, out_dtype=jnp.dtype(out_dtype or x.dtype))
-    if x.dtype == jnp.float32 and x.shape[0] <= _FEW_ROWS:
+    if isinstance(weight, QuantizedWeight):
+        y = quantized_product(x, weight).astype(out_dtype or x.dtype)
+    elif x.dtype == jnp.float32 and x.shape[0] <= _FEW_ROWS:
         y = jax.lax.platform_dependent(x, weight, cpu=partial(product, weight_first=True), default=product)
     else:
         y = product(x, weight)

@@ -232,6 +232,29 @@ def test_truncated_file_is_named(kept, tmp_path):
         load_model(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize("length", [2**22 + 1, 2**40, 2**63])
+def test_damaged_length_of_a_list_is_refused_at_once(length, tmp_path):
+    """Without a bound gguf's reader would take the rest of the file for entries, and then nothing, forever."""
+    write_gguf(tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes()
+    key = b"tokenizer.ggml.scores"
+    place = content.index(key) + len(key) + 4 + 4  # behind the kind of the value and of its entries
+    assert int.from_bytes(content[place : place + 8], "little") == 4
+    (tmp_path / "m.gguf").write_bytes(content[:place] + length.to_bytes(8, "little") + content[place + 8 :])
+    with pytest.raises(ValueError, match=r"m.gguf is truncated, broken .*a list of \d+ entries in its metadata"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("count", [2**20, 2**63])
+def test_damaged_counts_are_refused_at_once(count, tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    content = (tmp_path / "m.gguf").read_bytes()
+    for place in (8, 16):  # of tensors, of keys
+        (tmp_path / "m.gguf").write_bytes(content[:place] + count.to_bytes(8, "little") + content[place + 8 :])
+        with pytest.raises(ValueError, match=r"m.gguf is truncated, broken"):
+            GGUFFile(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 a zip file"])
 def test_file_that_is_no_gguf_is_refused(content, tmp_path):
     (tmp_path / "m.gguf").write_bytes(content)

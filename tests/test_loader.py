@@ -94,11 +94,12 @@ def test_unknown_dtype_is_refused(folder):
         load_model(folder, dtype="int4")
 
 
-def test_only_the_shards_that_the_index_names_are_read(folder):
+def test_only_the_shards_that_the_index_names_are_read(folder, caplog):
     stored = load_file(folder / "model.safetensors")
     split_into_shards(folder)
     (folder / "model-00003-of-00002.safetensors").write_bytes(b"a stray file, and a broken one")
     assert_holds(load_model(folder)[1], stored)
+    assert "model-00003-of-00002.safetensors is not read" in caplog.text  # neither taken nor passed over in silence
 
 
 def test_each_weight_goes_where_the_sharding_rule_says(folder):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from jaxvllm.config import AttentionBackend, Dtype, EngineConfig, read_preset
+from jaxvllm.config import AttentionBackend, Dtype, EngineConfig, Quantization, read_preset
 from jaxvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ _ENGINE_OPTIONS = [
         help="A TOML file of engine options, such as those in configs/; options given beside it win.",
     ),
     _engine_option("--dtype", click.Choice(get_args(Dtype)), "Of weights, activations and cache."),
+    _engine_option("--quantization", click.Choice(get_args(Quantization)), "Of the layers' weights."),
     _engine_option("--max-model-len", int, "Most tokens per sequence, prompt and completion."),
     _engine_option("--max-num-seqs", int, "Most sequences per step."),
     _engine_option("--max-num-batched-tokens", int, "Most tokens per step."),

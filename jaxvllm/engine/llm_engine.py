@@ -53,7 +53,7 @@ class LLMEngine:
         start = perf_counter()
         compiled_before = compile_count()
         enable_compilation_cache()
-        model_config, model = load_model(checkpoint, config.dtype)
+        model_config, model = load_model(checkpoint, config.dtype, quantization=config.quantization)
         config = dataclasses.replace(
             config,
             max_model_len=min(config.max_model_len, model_config.max_position_embeddings),
