@@ -9,7 +9,7 @@ from attention_cases import cases, check, check_write, make_case
 from gpu_cases import FORMS, attend, attend_without_cache
 from hypothesis import HealthCheck, given, settings
 
-from jaxvllm.kernels import gpu_common, gpu_decode, gpu_prefill, paged_attention_gpu
+from jaxvllm.kernels import gpu_common, gpu_decode, gpu_decode_plan, gpu_prefill_tile, paged_attention_gpu
 from jaxvllm.kernels.paged_attention import AttentionForm, resolve_backend
 
 # the interpreter multiplies poison that the kernel masks afterwards
@@ -64,7 +64,7 @@ def test_new_tokens_are_written_to_their_slots_and_nowhere_else():
 def test_the_line_is_cut_into_equal_pieces_without_gaps(lens, num_workers):
     context_lens = jnp.array([*lens, 0, 9], jnp.int32)
     decodes = jnp.array([True] * len(lens) + [False, False])
-    plan = gpu_decode.make_plan(decodes, context_lens, tile=64, num_workers=num_workers, sliding_window=None)
+    plan = gpu_decode_plan.make_plan(decodes, context_lens, tile=64, num_workers=num_workers, sliding_window=None)
     tiles = [-(-n // 64) for n in lens]
     starts, bounds = np.asarray(plan.starts), np.asarray(plan.bounds)
     np.testing.assert_array_equal(starts, np.cumsum([0, *tiles, 0, 0]))
@@ -97,8 +97,8 @@ def _nothing(*_, **__):
 
 FAULTS = {
     "decode reads past the context": (gpu_decode, "_mask_tile", _keep_scores, True),
-    "prefill looks ahead": (gpu_prefill, "_mask_scores", _keep_scores, False),
-    "prefill multiplies poisoned values": (gpu_prefill, "_clear_values", _nothing, False),
+    "prefill looks ahead": (gpu_prefill_tile, "mask_scores", _keep_scores, False),
+    "prefill multiplies poisoned values": (gpu_prefill_tile, "clear_values", _nothing, False),
 }
 
 
