@@ -23,8 +23,9 @@ from jaxvllm.kernels.gpu_prefill_plan import (
     COMPUTE_GROUPS,
     ROWS,
     PrefillConfig,
-    boxes_of,
+    box_of,
     choose_ring,
+    num_boxes,
     owners,
     query_tokens,
     segment_of,
@@ -103,10 +104,16 @@ def _compute(tile_id, refs: _Refs, config: PrefillConfig):
     q_rows, columns = refs.q_smem.at[group_id], refs.columns.at[group_id]
     head_dim = q_rows.shape[1]
     columns[...] = plgpu.broadcasted_iota(jnp.int32, columns.shape, 0, layout=WGMMA.reduce(0))
-    boxes = boxes_of(head, group_id, token, config, head_dim)
-    for b, (source, _) in enumerate(boxes):
-        box = q_rows.at[pl.ds(b * config.box, config.box)]
-        plgpu.copy_gmem_to_smem(refs.q.at[source], box, refs.q_loaded.at[group_id])
+
+    def rows_of(b):
+        return q_rows.at[pl.ds(pl.multiple_of(b * config.box, config.box), config.box)]
+
+    # loops, since places known in advance would stay in registers from here to where they are written
+    @pl.loop(0, config.boxes)
+    def _load(b):
+        source = box_of(b, head, group_id, token, config, head_dim)
+        plgpu.copy_gmem_to_smem(refs.q.at[source], rows_of(b), refs.q_loaded.at[group_id])
+
     plgpu.barrier_wait(refs.q_loaded.at[group_id])
     first_token = token + (group_id * ROWS if config.group == 1 else 0)
 
@@ -135,9 +142,11 @@ def _compute(tile_id, refs: _Refs, config: PrefillConfig):
     total = jnp.where(total > 0, total, 1.0)
     q_rows[...] = (acc / lax.broadcast_in_dim(total, acc.shape, [0])).astype(q_rows.dtype)
     plgpu.commit_smem()
-    for b, (target, exists) in enumerate(boxes):
-        box = q_rows.at[pl.ds(b * config.box, config.box)]
-        pl.when(exists)(lambda box=box, target=target: plgpu.copy_smem_to_gmem(box, refs.o.at[target]))
+
+    @pl.loop(0, num_boxes(group_id, config))
+    def _write(b):
+        plgpu.copy_smem_to_gmem(rows_of(b), refs.o.at[box_of(b, head, group_id, token, config, head_dim)])
+
     plgpu.wait_smem_to_gmem(0)
 
 

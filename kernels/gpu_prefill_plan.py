@@ -85,18 +85,20 @@ def segment_of(seq, token, cu_ref, lens_ref, config: PrefillConfig) -> Segment:
     return Segment(seq, begin, end, shift, context, low, first, last)
 
 
-def boxes_of(head, group_id, token, config: PrefillConfig, head_dim: int):
-    """Returns where the boxes of a warpgroup's rows lie in q: [((tokens, columns), it exists)].
+def box_of(b, head, group_id, token, config: PrefillConfig, head_dim: int):
+    """Returns where box b of a warpgroup's rows lies in q: (tokens, columns).
 
     With one head per KV head the two warpgroups share its tokens; else each has heads of its own. A box without
     a head repeats the last head's.
     """
     if config.group == 1:
-        columns = pl.ds(head * head_dim, head_dim)
-        return [((pl.ds(token + group_id * ROWS, ROWS), columns), group_id >= 0)]
-    found = []
-    for b in range(config.boxes):
-        g = group_id * config.boxes + b
-        q_head = head * config.group + lax.min(g, config.group - 1)
-        found.append(((pl.ds(token, config.box), pl.ds(q_head * head_dim, head_dim)), g < config.group))
-    return found
+        return pl.ds(token + group_id * ROWS, ROWS), pl.ds(head * head_dim, head_dim)
+    q_head = head * config.group + lax.min(group_id * config.boxes + b, config.group - 1)
+    return pl.ds(token, config.box), pl.ds(q_head * head_dim, head_dim)
+
+
+def num_boxes(group_id, config: PrefillConfig):
+    """Returns how many of a warpgroup's boxes have a head."""
+    if config.group == 1:
+        return 1
+    return lax.max(lax.min(config.group - group_id * config.boxes, config.boxes), 0)
