@@ -16,10 +16,10 @@ from jaxvllm.kernels.paged_attention import AttentionForm
 
 write = kv_cache.write
 
-_HEAD_DIMS = (64, 128, 256)  # as padded
-_BLOCK_SIZES = (16, 32, 64, 128, 256)
-_MAX_GROUP = 16
-_DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128, 256)  # as padded
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+MAX_GROUP = 16
+DTYPES = ("bfloat16", "float16")
 
 
 def why_unsupported(form: AttentionForm) -> str | None:
@@ -27,17 +27,17 @@ def why_unsupported(form: AttentionForm) -> str | None:
     capability = form.compute_capability
     if capability is not None and capability.split(".")[0] != "9":
         return f"the GPU kernels use Hopper's TMA and wgmma, and this GPU has compute capability {capability}."
-    if form.dtype not in _DTYPES:
-        return f"dtype={form.dtype} is none of {', '.join(_DTYPES)}, which the GPU kernels multiply."
-    if kv_cache.padded_head_dim(form.head_dim, "gpu") not in _HEAD_DIMS:
-        return f"head_dim={form.head_dim} is above {_HEAD_DIMS[-1]}, the GPU kernels' limit."
-    if form.num_heads > _MAX_GROUP * form.num_kv_heads:
+    if form.dtype not in DTYPES:
+        return f"dtype={form.dtype} is none of {', '.join(DTYPES)}, which the GPU kernels multiply."
+    if kv_cache.padded_head_dim(form.head_dim, "gpu") not in HEAD_DIMS:
+        return f"head_dim={form.head_dim} is above {HEAD_DIMS[-1]}, the GPU kernels' limit."
+    if form.num_heads > MAX_GROUP * form.num_kv_heads:
         return (
-            f"{form.num_heads} query heads for {form.num_kv_heads} KV heads are more than {_MAX_GROUP} each, "
+            f"{form.num_heads} query heads for {form.num_kv_heads} KV heads are more than {MAX_GROUP} each, "
             "the GPU kernels' limit."
         )
-    if form.block_size not in _BLOCK_SIZES:
-        return f"kvcache_block_size={form.block_size} is none of {_BLOCK_SIZES}, which the GPU kernels copy."
+    if form.block_size not in BLOCK_SIZES:
+        return f"kvcache_block_size={form.block_size} is none of {BLOCK_SIZES}, which the GPU kernels copy."
     return None
 
 

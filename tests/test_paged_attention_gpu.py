@@ -9,8 +9,10 @@ from attention_cases import cases, check, check_write, make_case
 from gpu_cases import FORMS, attend, attend_without_cache
 from hypothesis import HealthCheck, given, settings
 
-from jaxvllm.kernels import gpu_common, gpu_decode, gpu_prefill, paged_attention_gpu
+from jaxvllm.bench.gpu_compile import SHAPES
+from jaxvllm.kernels import gpu_common, gpu_decode, gpu_decode_plan, gpu_prefill_tile, kv_cache, paged_attention_gpu
 from jaxvllm.kernels.paged_attention import AttentionForm, resolve_backend
+from jaxvllm.kernels.paged_attention_gpu import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GROUP
 
 # the interpreter multiplies poison that the kernel masks afterwards
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
@@ -33,9 +35,27 @@ def test_random_batches_agree_with_the_oracle(form, phase):
     )
     @given(case=cases(form, backend="gpu", decode_only=phase == "decode"))
     def run(case):
+        ran.append(case)
         check("gpu", case, attend)
 
+    ran = []
     run()
+    assert len(ran) == RANDOM_CASES[phase]
+
+
+def test_the_random_cases_are_two_hundred_in_all():
+    assert len(FORMS) * sum(RANDOM_CASES.values()) >= 200
+
+
+def test_the_forms_hold_all_that_the_kernels_take():
+    """Whatever a model may ask of the kernels stands in a form here, and in a shape that is compiled."""
+    for forms in (FORMS.values(), SHAPES.values()):
+        assert {kv_cache.padded_head_dim(form.head_dim, "gpu") for form in forms} == set(HEAD_DIMS)
+        assert {form.block_size for form in forms} == set(BLOCK_SIZES)
+        assert {form.dtype for form in forms} == set(DTYPES)
+        assert {1, 2, MAX_GROUP} <= {form.num_heads // form.num_kv_heads for form in forms}
+        for option in ("sliding_window", "logits_soft_cap"):
+            assert {getattr(form, option) is None for form in forms} == {True, False}
 
 
 def test_decode_of_one_long_context_beside_short_ones_and_padding():
@@ -64,7 +84,7 @@ def test_new_tokens_are_written_to_their_slots_and_nowhere_else():
 def test_the_line_is_cut_into_equal_pieces_without_gaps(lens, num_workers):
     context_lens = jnp.array([*lens, 0, 9], jnp.int32)
     decodes = jnp.array([True] * len(lens) + [False, False])
-    plan = gpu_decode.make_plan(decodes, context_lens, tile=64, num_workers=num_workers, sliding_window=None)
+    plan = gpu_decode_plan.make_plan(decodes, context_lens, tile=64, num_workers=num_workers, sliding_window=None)
     tiles = [-(-n // 64) for n in lens]
     starts, bounds = np.asarray(plan.starts), np.asarray(plan.bounds)
     np.testing.assert_array_equal(starts, np.cumsum([0, *tiles, 0, 0]))
@@ -97,8 +117,8 @@ def _nothing(*_, **__):
 
 FAULTS = {
     "decode reads past the context": (gpu_decode, "_mask_tile", _keep_scores, True),
-    "prefill looks ahead": (gpu_prefill, "_mask_scores", _keep_scores, False),
-    "prefill multiplies poisoned values": (gpu_prefill, "_clear_values", _nothing, False),
+    "prefill looks ahead": (gpu_prefill_tile, "mask_scores", _keep_scores, False),
+    "prefill multiplies poisoned values": (gpu_prefill_tile, "clear_values", _nothing, False),
 }
 
 

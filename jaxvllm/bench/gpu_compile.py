@@ -22,7 +22,7 @@ from typing import Any
 
 _TIME_LIMIT_S = 240
 _INSTRUCTIONS = {
-    "tma_loads": r"cp\.async\.bulk\.tensor\.\dd\.shared::cta\.global",
+    "tma_loads": r"cp\.async\.bulk\.tensor\.\dd\.shared::(?:cta|cluster)\.global",
     "tma_stores": r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared::cta",
     "wgmmas": r"wgmma\.mma_async\.sync",
 }
@@ -70,6 +70,31 @@ SHAPES = {
     "gemma-3-1b": Shape(num_heads=4, num_kv_heads=1, head_dim=256, block_size=64, sliding_window=512),
     "gemma-2-2b": Shape(
         num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, sliding_window=4096, logits_soft_cap=50.0
+    ),
+    # no model's: the corners, where registers and shared memory are scarcest
+    "all of it, heads of 64": Shape(
+        num_heads=16,
+        num_kv_heads=1,
+        head_dim=64,
+        block_size=256,
+        dtype="float16",
+        sliding_window=300,
+        logits_soft_cap=30.0,
+    ),
+    "all of it, heads of 128": Shape(
+        num_heads=16, num_kv_heads=1, head_dim=128, block_size=16, sliding_window=300, logits_soft_cap=30.0
+    ),
+    "all of it, heads of 256": Shape(
+        num_heads=16,
+        num_kv_heads=1,
+        head_dim=256,
+        block_size=256,
+        dtype="float16",
+        sliding_window=300,
+        logits_soft_cap=30.0,
+    ),
+    "one head of 256 each": Shape(
+        num_heads=2, num_kv_heads=2, head_dim=256, block_size=16, sliding_window=300, logits_soft_cap=30.0
     ),
 }
 PHASES = ("decode", "prefill")
