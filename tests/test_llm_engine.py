@@ -278,18 +278,18 @@ class TestAbort:
 def fail_at(monkeypatch, llm, *, step, error, lose_cache=False):
     """Makes the step of that number fail, before or after the device has taken the cache along."""
     runner, calls = llm.engine.model_runner, []
-    run = runner.run
+    dispatch = runner.dispatch
 
-    def run_or_fail(*args):
+    def dispatch_or_fail(*args):
         calls.append(args)
         if len(calls) != step:
-            return run(*args)
+            return dispatch(*args)
         if lose_cache:
             for pool in runner._kv_cache:
                 pool.delete()
         raise error("planted")
 
-    monkeypatch.setattr(runner, "run", run_or_fail)
+    monkeypatch.setattr(runner, "dispatch", dispatch_or_fail)
 
 
 @pytest.mark.parametrize("lose_cache", [False, True])

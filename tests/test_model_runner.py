@@ -5,7 +5,7 @@ import pytest
 from engines import GREEDY, make_llm, random_prompts
 
 from jaxvllm import SamplingParams
-from jaxvllm.engine.batch import Bucket, pack_step, packed_fields
+from jaxvllm.engine.batch import Bucket, pack_step, packed_fields, scheduled_rows
 from jaxvllm.engine.model_runner import unpack
 from jaxvllm.engine.sequence import Sequence
 
@@ -15,7 +15,7 @@ def test_device_unpacks_what_the_host_packed():
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=2**63 + 5)
     seq = Sequence([9, 8, 7], params, block_size=4)
     seq.block_table, seq.num_scheduled_tokens = [5], 3
-    buffer = pack_step([seq], bucket, num_slots=40, vocab_size=99, eos=())
+    buffer = pack_step(scheduled_rows([seq]), bucket, num_slots=40, num_ids=2, vocab_size=99, eos=())
     arrays = unpack(jnp.asarray(buffer), bucket)
     fields, _ = packed_fields(bucket)
     assert set(arrays) == set(fields)
