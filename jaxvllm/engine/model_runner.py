@@ -64,7 +64,7 @@ class ModelRunner:
         self.model_config = model_config
         self._forbid_recompile = config.forbid_recompile
         self._warm = False
-        self._graphdef, self._params = nnx.split(model)
+        self._graphdef, self.params = nnx.split(model)
         self._buckets = make_buckets(config, _CPU_PREFILL_TOKENS if device.platform == "cpu" else None)
         self._num_ids = max(bucket.num_seqs for bucket in self._buckets)
         self.times = HostTimes()
@@ -116,7 +116,7 @@ class ModelRunner:
                 packed = jax.device_put(packed)
             with self.times.phase("dispatch"):
                 program = self._program(bucket)
-                self._ids, self._kv_cache = program(self._params, self._kv_cache, packed, self._ids)
+                self._ids, self._kv_cache = program(self.params, self._kv_cache, packed, self._ids)
         return self._ids
 
     def read(self, ids: Int32[Array, " ids"], num_seqs: int) -> list[int]:
@@ -164,7 +164,7 @@ class ModelRunner:
         _, words = packed_fields(bucket)
         packed = jax.ShapeDtypeStruct((words,), jnp.int32)
         program = jax.jit(partial(step, self._graphdef, bucket=bucket, backend=self.backend), donate_argnums=1)
-        return program.lower(self._params, pools, packed, jax.ShapeDtypeStruct((self._num_ids,), jnp.int32))
+        return program.lower(self.params, pools, packed, jax.ShapeDtypeStruct((self._num_ids,), jnp.int32))
 
     def _allocate_cache(self) -> list[Array]:
         dtype = jnp.dtype(self.model_config.dtype)
