@@ -5,8 +5,10 @@ find a field by `packed_fields(bucket)`: the host fills views into the buffer, t
 in `model_runner.py`). A buffer is new for every step: on the CPU jax may read it in place while the step runs.
 """
 
+import math
 import struct
 from collections.abc import Collection, Iterable
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -131,8 +133,9 @@ def choose_bucket(buckets: Iterable[Bucket], rows: Rows, decode_only: bool) -> B
     return bucket
 
 
+@cache  # as many as there are buckets
 def packed_fields(bucket: Bucket) -> tuple[dict[str, Field], int]:
-    """Returns the fields of a step's buffer and its length in int32 words."""
+    """Returns the fields of a step's buffer and its length in int32 words; not to be changed."""
     T, S, M = bucket.num_tokens, bucket.num_seqs, bucket.num_blocks
     shapes: list[tuple[str, tuple[int, ...], type[np.generic]]] = [
         ("token_ids", (T,), np.int32),
@@ -154,7 +157,7 @@ def packed_fields(bucket: Bucket) -> tuple[dict[str, Field], int]:
     fields, offset = {}, 0
     for name, shape, dtype in shapes:
         fields[name] = Field(offset, shape, dtype)
-        offset += int(np.prod(shape))
+        offset += math.prod(shape)
     return fields, offset
 
 
@@ -256,7 +259,7 @@ def banned_ids(stop_token_ids: Iterable[int], ignore_eos: bool, eos: Collection[
 
 
 def _view(buffer: Int32[np.ndarray, " words"], field: Field) -> np.ndarray:
-    size = int(np.prod(field.shape))
+    size = math.prod(field.shape)
     return buffer[field.offset : field.offset + size].reshape(field.shape).view(field.dtype)
 
 

@@ -100,10 +100,12 @@ class Scheduler:
         The id of a sequence whose prompt is not complete yet is dropped, as is that of one aborted meanwhile.
         """
         any_finished = False
+        block_size = self.block_size
         for seq, token_id in zip(seqs, token_ids, strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue
-            self.block_manager.hash_blocks(seq)
+            if is_prefill or seq.num_tokens % block_size == 0:  # a decode fills a block, or enters none
+                self.block_manager.hash_blocks(seq)
             seq.num_cached_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             if is_prefill and seq.num_cached_tokens < seq.num_tokens:
