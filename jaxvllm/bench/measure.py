@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jaxvllm.bench.machine import copy_bandwidth, product_rate
 from jaxvllm.bench.random_model import RandomCheckpoint, num_parameters
 from jaxvllm.bench.requests import Request
 from jaxvllm.config import EngineConfig
+from jaxvllm.engine.compile_events import compile_count
 from jaxvllm.engine.host_times import PHASES
 from jaxvllm.engine.llm_engine import LLMEngine
 from jaxvllm.engine.sequence import Sequence
@@ -91,6 +92,7 @@ class Run:
     """One timed run; the shares are of `run_s`."""
 
     run_s: float
+    cpu_s: float  # of all threads: other work on the machine lengthens run_s far more than this
     num_generated_tokens: int
     num_prompt_tokens: int  # of the requests, cached ones included
     num_computed_tokens: int  # of prompts, run through the model
@@ -111,6 +113,7 @@ class Run:
         transfer = phases["transfer"] + phases["read"]
         return {
             "run_s": round(self.run_s, 4),
+            "cpu_s": round(self.cpu_s, 4),
             "tokens_per_s": round(self.tokens_per_s, 2),
             "total_tokens_per_s": round((self.num_generated_tokens + self.num_prompt_tokens) / self.run_s, 2),
             "num_generated_tokens": self.num_generated_tokens,
@@ -133,19 +136,20 @@ def run_requests(engine: LLMEngine, requests: list[Request], work: Work | None =
     assert engine.is_finished()
     engine.scheduler.block_manager.forget_contents()
     seqs = [make_sequence(engine, request) for request in requests]
-    before, compiled = dataclasses.replace(engine.stats), engine.stats.compiled
+    before, compiled = dataclasses.replace(engine.stats), compile_count()
     phases, hidden = dict(engine.stats.times.seconds), engine.stats.times.hidden_host_s
     floor_before = work.floor_s if work else 0.0
     with _counting(engine, work):
-        start = perf_counter()
+        start, cpu_start = perf_counter(), process_time()
         for seq in seqs:
             engine.add(seq)
         while not engine.is_finished():
             engine.step()
-        run_s = perf_counter() - start
+        run_s, cpu_s = perf_counter() - start, process_time() - cpu_start
     times = engine.stats.times
     return Run(
         run_s=run_s,
+        cpu_s=cpu_s,
         num_generated_tokens=sum(seq.num_completion_tokens for seq in seqs),
         num_prompt_tokens=sum(seq.num_prompt_tokens for seq in seqs),
         num_computed_tokens=engine.stats.num_prompt_tokens - before.num_prompt_tokens,
@@ -153,7 +157,7 @@ def run_requests(engine: LLMEngine, requests: list[Request], work: Work | None =
         phase_s={name: times.seconds[name] - phases[name] for name in PHASES},
         hidden_host_s=times.hidden_host_s - hidden,
         floor_s=(work.floor_s if work else 0.0) - floor_before,
-        num_compiled=(engine.stats.compiled - compiled).num_requests,
+        num_compiled=(compile_count() - compiled).num_requests,
     )
 
 

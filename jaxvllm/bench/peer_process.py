@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 
 class Transformers:
@@ -91,9 +91,10 @@ def main(name, model, dtype, requests_file):
     peer = kind(model, dtype, requests)
     print(json.dumps({"versions": {name: importlib.metadata.version(name) for name in kind.packages}}), flush=True)
     for _ in sys.stdin:
-        start = perf_counter()
+        start, cpu_start = perf_counter(), process_time()
         peer.run()
-        print(json.dumps({"seconds": perf_counter() - start}), flush=True)
+        seconds = {"run_s": perf_counter() - start, "cpu_s": process_time() - cpu_start}
+        print(json.dumps(seconds), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jaxvllm.bench.requests import Request
 
 _SCRIPT = Path(__file__).parent / "peer_process.py"
 PEERS = {  # name: (what its environment must import, how to get that, what it is called in a sentence)
-    "hf": ("transformers", "pip install torch transformers gguf", "transformers' static batch"),
+    "hf": ("transformers", "pip install torch transformers gguf accelerate", "transformers' static batch"),
     "llamacpp": ("llama_cpp", "pip install llama-cpp-python", "llama.cpp"),
     "vllm": ("vllm", "pip install vllm", "vLLM"),
 }
@@ -43,12 +43,13 @@ class Peer:
         self.versions: dict[str, str] = self._answer()["versions"]
         self.run()  # whatever is done once is done
 
-    def run(self) -> float:
-        """Runs all requests once; returns the seconds that took."""
+    def run(self) -> tuple[float, float]:
+        """Runs all requests once; returns the seconds that took, and those of all its threads."""
         assert self._process.stdin is not None
         self._process.stdin.write("run\n")
         self._process.stdin.flush()
-        return self._answer()["seconds"]
+        answer = self._answer()
+        return answer["run_s"], answer["cpu_s"]
 
     def close(self):
         assert self._process.stdin is not None

@@ -40,11 +40,11 @@ def measure(
             peer = stack.enter_context(Peer(against, model, dtype, requests, peer_python))
         run_requests(engine, requests)  # whatever is done once is done
         work = Work.of(engine)
-        runs, peer_s = [], []
+        runs, peer_runs = [], []
         for _ in range(repeats):
             runs.append(run_requests(engine, requests, work))
             if peer is not None:
-                peer_s.append(peer.run())
+                peer_runs.append(peer.run())
         if profile is not None:
             with jax.profiler.trace(profile):
                 run_requests(engine, requests)
@@ -60,18 +60,23 @@ def measure(
         "start": start_figures(engine),
         **median.report(),
         "all_run_s": [round(run.run_s, 3) for run in runs],
+        "all_cpu_s": [round(run.cpu_s, 3) for run in runs],
         "copy_gb_per_s": round(work.bytes_per_s / 1e9, 2),
         "product_gflop_per_s": round(work.flops_per_s / 1e9, 1),
     }
     if peer is not None:
-        ratios = [theirs / ours.run_s for theirs, ours in zip(peer_s, runs, strict=True)]
+        ratios = [theirs[0] / ours.run_s for theirs, ours in zip(peer_runs, runs, strict=True)]
+        cpu_ratios = [theirs[1] / ours.cpu_s for theirs, ours in zip(peer_runs, runs, strict=True)]
+        peer_s = statistics.median([run_s for run_s, _ in peer_runs])
         result["peer"] = {
             "name": against,
             "versions": peer.versions,
-            "all_run_s": [round(s, 3) for s in peer_s],
-            "tokens_per_s": round(median.num_generated_tokens / statistics.median(peer_s), 2),
+            "all_run_s": [round(run_s, 3) for run_s, _ in peer_runs],
+            "all_cpu_s": [round(cpu_s, 3) for _, cpu_s in peer_runs],
+            "tokens_per_s": round(median.num_generated_tokens / peer_s, 2),
             "ratios": [round(ratio, 3) for ratio in ratios],
             "median_ratio": round(statistics.median(ratios), 3),
+            "median_cpu_ratio": round(statistics.median(cpu_ratios), 3),
         }
         result["summary"] += f", {statistics.median(ratios):.2f} times {peer.label}"
     return result
