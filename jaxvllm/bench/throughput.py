@@ -1,7 +1,9 @@
 """`jaxvllm bench throughput`: all requests at once, and how fast they are done; beside a peer, if asked."""
 
 import contextlib
+import dataclasses
 import statistics
+import sys
 from typing import Any
 
 import jax
@@ -10,6 +12,8 @@ from jaxvllm.bench import requests as workloads
 from jaxvllm.bench.machine import describe
 from jaxvllm.bench.measure import Work, make_engine, run_requests
 from jaxvllm.bench.peers import Peer
+from jaxvllm.bench.requests import Request
+from jaxvllm.engine.llm_engine import LLMEngine
 
 _SHOWN_OPTIONS = (
     "dtype", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "kvcache_block_size", "num_kvcache_blocks",
@@ -33,7 +37,9 @@ def measure(
     requests = workloads.load(workload, engine.model_config.vocab_size, encode)
     with contextlib.ExitStack() as stack:
         peer = None
-        if against is not None:
+        if against == "turns":
+            peer = StepsInTurn(engine, requests)
+        elif against is not None:
             if model is None:
                 raise ValueError("--against needs --model: a peer loads a checkpoint.")
             dtype = engine.model_config.dtype
@@ -45,6 +51,7 @@ def measure(
             runs.append(run_requests(engine, requests, work))
             if peer is not None:
                 peer_runs.append(peer.run())
+                print(f"{runs[-1].run_s:.2f} s, {against} {peer_runs[-1][0]:.2f} s", file=sys.stderr, flush=True)
         if profile is not None:
             with jax.profiler.trace(profile):
                 run_requests(engine, requests)
@@ -80,6 +87,24 @@ def measure(
         }
         result["summary"] += f", {statistics.median(ratios):.2f} times {peer.label}"
     return result
+
+
+class StepsInTurn:
+    """The same engine without `async_scheduling`, as a peer."""
+
+    label, versions = "with steps in turn", {}
+
+    def __init__(self, engine: LLMEngine, requests: list[Request]):
+        self._engine, self._requests = engine, requests
+
+    def run(self) -> tuple[float, float]:
+        engine, config = self._engine, self._engine.config
+        engine.config = dataclasses.replace(config, async_scheduling=False)
+        try:
+            run = run_requests(engine, self._requests)
+        finally:
+            engine.config = config
+        return run.run_s, run.cpu_s
 
 
 def engine_options(engine: Any) -> dict[str, Any]:

@@ -39,7 +39,10 @@ def _print(result: Mapping[str, Any], output: Path | None):
 @_with(_MODEL_OPTIONS)
 @click.option("--workload", default="nano", help="nano, short, single, or a JSONL file of requests.")
 @click.option("--repeats", default=3, help="Timed runs; the median counts.")
-@click.option("--against", help="hf, llamacpp or vllm: run it on the same token ids, in turns, and give the ratio.")
+@click.option(
+    "--against",
+    help="hf, llamacpp or vllm on the same token ids, or turns (no async_scheduling): ratio of runs in turns.",
+)
 @click.option("--peer-python", help="The interpreter of an environment that has the peer.")
 @click.option("--profile", help="Write a jax.profiler trace of one more run into this folder.")
 @_OUTPUT
