@@ -2,10 +2,16 @@
 
 import click
 
+from jaxvllm.cli.bench_engine import COMMANDS
+
 
 @click.group()
 def bench():
-    """Measure, count and predict."""
+    """Measure, count and predict. Each prints a table and, as its last line, the same as JSON."""
+
+
+for command in COMMANDS:
+    bench.add_command(command)
 
 
 @bench.command()
