@@ -103,9 +103,10 @@ def _compile_step(name: str, target: Target, bucket: Bucket, model: ModelConfig,
     cache, pool_bytes = _pools(target, bucket, model, config, backend, params)
     _, words = packed_fields(bucket)
     packed = jax.ShapeDtypeStruct((words,), jnp.int32)
+    ids = jax.ShapeDtypeStruct((config.max_num_seqs,), jnp.int32)
     begin = time.perf_counter()
     step = partial(engine_step, graphdef, bucket=bucket, backend=backend)
-    memory = chips.lower_on(target.mesh, step, params, cache, packed, donate=(1,)).compile().memory_analysis()
+    memory = chips.lower_on(target.mesh, step, params, cache, packed, ids, donate=(1,)).compile().memory_analysis()
     assert memory is not None  # these compilers know
     return StepReport(
         name=name,
