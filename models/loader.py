@@ -89,13 +89,13 @@ def load_model(
     graphdef, state = nnx.split(nnx.eval_shape(lambda: architecture.make(config)))
     weights = {".".join(map(str, keys)): (keys, param) for keys, param in nnx.to_flat_state(state)}
     shapes = {ours: param.shape for ours, (_, param) in weights.items()}
-    sources = find_sources(shapes, architecture.weights, checkpoint)
-    expected = {name: shape for source in sources for name, shape in source.stored_shapes(shapes).items()}
+    sources = find_sources(shapes, architecture.weights, checkpoint.shapes, checkpoint.stored_name)
+    expected = {name: shape for part in sources for name, shape in part.stored_shapes(shapes).items()}
     _check_tensors(checkpoint, expected, config)
 
     loaded = []
-    for source in sources:
-        for ours, host in source.read(shapes, checkpoint.read):
+    for part in sources:
+        for ours, host in part.read(shapes, checkpoint.read):
             keys, param = weights[ours]
             place = sharding(ours, host.shape) if sharding else None
             loaded.append((keys, param.replace(jax.device_put(host.astype(param.dtype, copy=False), place))))
