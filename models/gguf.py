@@ -13,6 +13,7 @@ from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.gguf_config import DIALECTS, ROPE_TENSORS, ConfigReader
 
 _MAX_ITEMS = 2**22  # of a list in the metadata: ten times the merges of the largest vocabulary
+_ONE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, stored as a vector
 
 
 class GGUFFile:
@@ -92,7 +93,8 @@ class GGUFFile:
         return "float16" if kinds <= {GGMLQuantizationType.F16, GGMLQuantizationType.F32} else "bfloat16"
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(reversed(self._tensors[name].shape.tolist()))  # GGUF writes the innermost axis first
+        shape = tuple(reversed(self._tensors[name].shape.tolist()))  # GGUF writes the innermost axis first
+        return (1, *shape) if name.endswith(_ONE_ROW) and len(shape) == 1 else shape
 
 
 def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
