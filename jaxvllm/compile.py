@@ -18,12 +18,11 @@ from jaxvllm.chips import find_chip, lower_for
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.batch import Bucket, packed_fields
 from jaxvllm.engine.model_runner import step as engine_step
+from jaxvllm.info import CACHE_SHARE
 from jaxvllm.kernels import kv_cache
 from jaxvllm.models import registry
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.loader import read_config
-
-_CACHE_SHARE = 0.8  # of a chip's memory for weights and cache; the rest is for temporaries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ def _compile_step(name: str, chip: str, bucket: Bucket, model: ModelConfig, conf
 
     num_blocks = config.num_kvcache_blocks
     if num_blocks == -1:
-        room = int(_CACHE_SHARE * hbm_bytes) - weight_bytes
+        room = int(CACHE_SHARE * hbm_bytes) - weight_bytes
         num_blocks = max(room // pools(1)[1], bucket.num_blocks)  # what cannot fit is compiled with one sequence's
     cache, pool_bytes = pools(num_blocks)
     _, words = packed_fields(bucket)
