@@ -95,11 +95,11 @@ def test_dtype_and_int8_can_be_asked_for_at_load(converted):
     for name, value in leaves_of(model).items():
         np.testing.assert_array_equal(leaves_of(narrow)[name], value.astype(jnp.bfloat16))
     _, rounded = load_model(folder, quantization="int8")
-    weight = rounded.layers[0].mlp.down.weight[...]
+    weight = rounded.layers[0].attention.o.weight[...]
     assert isinstance(weight, QuantizedWeight)
     np.testing.assert_allclose(
         weight.values * weight.scales[:, None],
-        model.layers[0].mlp.down.weight[...],
+        model.layers[0].attention.o.weight[...],
         atol=float(weight.scales.max()) / 2 * 1.001,
     )
 

@@ -53,7 +53,7 @@ def time_products(num_rows: int, inputs: int, outputs: int) -> dict[str, tuple[f
 
 def _main():
     for inputs, outputs in ((576, 1536), (1024, 3072)):
-        for num_rows in (1, 8, 32, 64, 512):
+        for num_rows in (1, 2, 8, 32, 64, 512):
             times = time_products(num_rows, inputs, outputs)
             cells = (f"{name} {least * 1e6:,.0f}/{typical * 1e6:,.0f}" for name, (least, typical) in times.items())
             print(f"[{outputs}, {inputs}], {num_rows} rows: {'; '.join(cells)} us", flush=True)
