@@ -144,7 +144,9 @@ def _read(
 def _checked_sources(
     checkpoint: HFFolder | GGUFFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Source]:
-    sources = find_sources(shapes, registry.resolve(config.model_type).weights, checkpoint)
+    sources = find_sources(
+        shapes, registry.resolve(config.model_type).weights, checkpoint.shapes, checkpoint.stored_name
+    )
     expected = {name: shape for source in sources for name, shape in source.stored_shapes(shapes).items()}
     _check_tensors(checkpoint, expected, config)
     return sources

@@ -8,7 +8,7 @@ A map goes from Hugging Face's name of a tensor to our path, `*` standing for a 
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,15 +16,6 @@ WeightMap = Mapping[str, str | tuple[str, ...]]
 Shape = tuple[int, ...]
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-
-
-class Stored(Protocol):
-    """What is asked of a checkpoint."""
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]: ...  # of every tensor, under its stored name
-
-    def stored_name(self, hf_name: str) -> str: ...
 
 
 class Source(NamedTuple):
@@ -35,28 +26,35 @@ class Source(NamedTuple):
 
     def stored_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         """Returns the shape each stored tensor must have, from the shapes of our weights."""
-        first = shapes[self.paths[0]]
+        first, *_ = (shapes[path] for path in self.paths)
         if len(self.names) > 1:
             return dict.fromkeys(self.names, first[1:])
-        return {self.names[0]: (sum(shapes[path][0] for path in self.paths), *first[1:])}
+        return {name: (sum(shapes[path][0] for path in self.paths), *first[1:]) for name in self.names}
 
     def read(self, shapes: Mapping[str, Shape], read: Callable[[str], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields each path with its array; every stored tensor is read once, in the dtype it has."""
         if len(self.names) > 1:
-            stack = np.stack([read(name) for name in self.names])
-            yield self.paths[0], stack
+            for path in self.paths:
+                yield path, np.stack([read(name) for name in self.names])
             return
-        rows, start = read(self.names[0]), 0
+        [rows] = map(read, self.names)
+        start = 0
         for path in self.paths:
             end = start + shapes[path][0]
             yield path, rows if len(self.paths) == 1 else rows[start:end]
             start = end
 
 
-def find_sources(shapes: Mapping[str, Shape], weights: WeightMap, stored: Stored) -> list[Source]:
+def find_sources(
+    shapes: Mapping[str, Shape],
+    weights: WeightMap,
+    stored: Mapping[str, Shape],
+    stored_name: Callable[[str], str] = str,
+) -> list[Source]:
     """Returns where the weights of a model come from, given their paths and shapes; each path once.
 
-    A stack is taken as one tensor where the checkpoint has it so, named without the number (as GGUF files do).
+    `stored` are the checkpoint's tensors, `stored_name` turns Hugging Face's name into the one they have there. A stack
+    is taken as one tensor where the checkpoint has it so, named without the number (as GGUF files do).
     """
     by_path = {path: (name, _as_tuple(paths)) for name, paths in weights.items() for path in _as_tuple(paths)}
     sources: dict[tuple[str, ...], Source] = {}  # by our paths: the weights of a fused tensor find the same one
@@ -66,11 +64,11 @@ def find_sources(shapes: Mapping[str, Shape], weights: WeightMap, stored: Stored
         name, siblings = by_path[pattern]
         paths = tuple(_fill(sibling, numbers) for sibling in siblings)
         if name.count("*") == len(numbers):
-            names = (stored.stored_name(_fill(name, numbers)),)
+            names = (stored_name(_fill(name, numbers)),)
         else:
-            whole = stored.stored_name(_fill(".".join(name.rsplit(".*.", 1)), numbers))
-            stack = (stored.stored_name(_fill(name, [*numbers, str(i)])) for i in range(shape[0]))
-            names = (whole,) if whole in stored.shapes else tuple(stack)
+            whole = stored_name(_fill(".".join(name.rsplit(".*.", 1)), numbers))
+            stack = (stored_name(_fill(name, [*numbers, str(i)])) for i in range(shape[0]))
+            names = (whole,) if whole in stored else tuple(stack)
         sources[paths] = Source(names, paths)
     return list(sources.values())
 

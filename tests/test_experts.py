@@ -22,9 +22,9 @@ def arrays(R=40, E=5, D=12, F=20, dtype="float32"):
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((R, D), (E, F, D), (E, F, D), (E, D, F))]
 
 
-def oracle(x, gate, up, down, group_sizes):
+def oracle(arrays, group_sizes):
     """Row by row, in float64."""
-    x, gate, up, down = (np.asarray(value, np.float64) for value in (x, gate, up, down))
+    x, gate, up, down = (np.asarray(value, np.float64) for value in arrays)
     out = np.zeros_like(x)
     for row, e in enumerate(np.repeat(np.arange(len(group_sizes)), group_sizes)):
         hidden = gate[e] @ x[row]
@@ -39,7 +39,7 @@ def test_every_form_sends_each_row_through_its_own_expert(form, groups, R):
     values = arrays(R)
     groups = [size * R // 40 for size in groups]
     found = jax.jit(partial(form, hidden_act="silu"))(*values, jnp.asarray(groups, jnp.int32))
-    np.testing.assert_allclose(found, oracle(*values, groups), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(found, oracle(values, groups), rtol=0, atol=2e-4)
 
 
 def test_a_row_of_padding_may_hold_anything():

@@ -16,6 +16,7 @@ from jaxvllm.models.loader import load_model
 
 DATA = Path(__file__).parent / "data"
 TINY = json.loads((DATA / "expected_tiny.json").read_text())
+BFLOAT16 = json.loads((DATA / "expected_smollm2_bfloat16.json").read_text())
 SMOLLM2 = json.loads((DATA / "expected_smollm2.json").read_text())
 LARGEST_LOGIT_DIFFERENCE = 1e-3
 
@@ -57,7 +58,13 @@ def make_tiny_llm(path, **options):
     return make_llm(path, seq_buckets=(8,), kvcache_block_size=16, num_kvcache_blocks=256, **options)
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name != "phi3_longrope"])
+def tiny_cases():
+    """Every case; those beside an architecture's own are slow, their logits are compared below."""
+    names = [name for name in TINY if name != "phi3_longrope"]
+    return [name if name in CONFIGS else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", tiny_cases())
 def test_tiny_model_gives_transformers_tokens(tmp_path, name):
     """Lengths up to 300: batched, in chunks of at most 96 tokens, then with every prefix in the cache."""
     recorded = TINY[name]
@@ -134,3 +141,29 @@ def test_smollm2_logits_are_transformers_logits(capsys):
     with capsys.disabled():
         print(f"\nSmolLM2: largest logit difference {largest:.1e}")
     assert largest < LARGEST_LOGIT_DIFFERENCE
+
+
+@pytest.mark.slow
+def test_smollm2_in_bfloat16_is_as_near_to_float32_as_transformers_is(capsys):
+    """After each of the float32 tokens: what bfloat16 would choose, here and in transformers."""
+    _, model = load_model(demo_model_path(), dtype="bfloat16")
+    sequences = [prompt["prompt_token_ids"] + prompt["token_ids"] for prompt in SMOLLM2["prompts"]]
+    largest, equal, exact_here, exact_there = 0.0, [], [], []
+    for prompt, recorded, logits in zip(
+        SMOLLM2["prompts"], BFLOAT16["prompts"], prefill(model, sequences), strict=True
+    ):
+        chosen_from = logits[len(prompt["prompt_token_ids"]) - 1 : -1]
+        at_steps = chosen_from[BFLOAT16["logit_steps"]][:, BFLOAT16["logit_token_ids"]]
+        largest = max(largest, float(np.abs(at_steps - np.array(recorded["logits"])).max()))
+        tokens = chosen_from.argmax(axis=-1)
+        equal += (tokens == recorded["token_ids"]).tolist()
+        exact_here += (tokens == prompt["token_ids"]).tolist()
+        exact_there += (np.array(recorded["token_ids"]) == prompt["token_ids"]).tolist()
+    with capsys.disabled():
+        print(
+            f"\nSmolLM2 in bfloat16: largest logit difference to transformers {largest:.2f}, tokens equal "
+            f"{np.mean(equal):.1%}; equal to float32: here {np.mean(exact_here):.1%}, there {np.mean(exact_there):.1%}"
+        )
+    assert largest < 1.0  # logits of 10 to 20 have steps of 0.06 to 0.125
+    assert np.mean(equal) > 0.9
+    assert np.mean(exact_here) > np.mean(exact_there) - 0.02

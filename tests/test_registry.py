@@ -1,5 +1,4 @@
 import re
-from types import SimpleNamespace
 
 import pytest
 from flax import nnx
@@ -17,7 +16,7 @@ def test_weight_map_names_every_parameter(model_type, tmp_path):
     state = nnx.state(nnx.eval_shape(lambda: architecture.make(model_config)))
     shapes = {".".join(map(str, path)): param.shape for path, param in nnx.to_flat_state(state)}
     stored = {name: value.shape for name, value in tiny_weights(CONFIGS[model_type]).items()}
-    sources = find_sources(shapes, architecture.weights, SimpleNamespace(shapes=stored, stored_name=str))
+    sources = find_sources(shapes, architecture.weights, stored)
     expected = [item for source in sources for item in source.stored_shapes(shapes).items()]
     assert sorted(expected) == sorted(stored.items())
 

