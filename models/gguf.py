@@ -104,10 +104,10 @@ def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 class _Reader(GGUFReader):
-    """gguf's reader, made faster and safe from damaged files.
+    """gguf's reader, quicker and bounded.
 
     It slices its file a million times for a large vocabulary: of a plain array, not a memmap, that takes a third of
-    the time. A damaged length would keep it busy for hours: it takes nothing for a number past the end.
+    the time. And a damaged length, which would keep it busy for hours, is an error.
     """
 
     @property
@@ -119,10 +119,10 @@ class _Reader(GGUFReader):
         self._plain = file.view(np.ndarray)
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
-        end = int(offset) + int(count) * np.dtype(dtype).itemsize
-        if end > self.data.size:
-            raise ValueError(f"byte {end} is past its end")
-        return super()._get(offset, dtype, count, override_order)
+        values = super()._get(offset, dtype, count, override_order)
+        if len(values) < count:
+            raise ValueError(f"{count} numbers at byte {offset} go past its end")
+        return values
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type == GGUFValueType.ARRAY:
