@@ -59,7 +59,7 @@ def measure(
     name = model.rsplit("/", 1)[-1] if model else random
     result = {
         "benchmark": "throughput",
-        "title": f"throughput, {name}, {workload}, {engine.model_config.dtype}",
+        "title": f"throughput, {name}, {workload.rsplit('/', 1)[-1]}, {engine.model_config.dtype}",
         "summary": f"{median.tokens_per_s:.1f} tokens/s",
         "machine": describe(),
         "configuration": engine_options(engine),
