@@ -18,6 +18,7 @@ class Transformers:
 
     def __init__(self, model, dtype, requests):
         import torch  # pyright: ignore[reportMissingImports]  # all three are of the peer's environment
+        import transformers
         from transformers import AutoModelForCausalLM
 
         self.torch = torch
@@ -25,6 +26,10 @@ class Transformers:
         path = Path(model)
         options = {"dtype": getattr(torch, dtype)}
         if path.suffix == ".gguf":
+            if hasattr(
+                transformers, "GgufConfig"
+            ):  # else unpacked at any rate: packed weights are another, slower thing
+                options["quantization_config"] = transformers.GgufConfig(dequantize=True)
             self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
         else:
             self.model = AutoModelForCausalLM.from_pretrained(model, **options)

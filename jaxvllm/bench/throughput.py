@@ -63,7 +63,7 @@ def measure(
         "summary": f"{median.tokens_per_s:.1f} tokens/s",
         "machine": describe(),
         "configuration": engine_options(engine),
-        "workload": {"name": workload, "num_requests": len(requests)},
+        "workload": {"name": workload.rsplit("/", 1)[-1], "num_requests": len(requests)},
         "start": start_figures(engine),
         **median.report(),
         "all_run_s": [round(run.run_s, 3) for run in runs],
