@@ -9,11 +9,11 @@ PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3 python;
 	$$python -c '$(CHECK)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-compilers lint clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1  /p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1  /p' Makefile
 
 demo: $(VENV)/installed-base ## a small real model answers a question
 	$(PY) -m jaxvllm demo
@@ -22,13 +22,29 @@ demo: $(VENV)/installed-base ## a small real model answers a question
 test: $(VENV)/installed-test ## the tests that take seconds
 	$(PY) -m pytest -m "not slow" -n 2 --dist worksteal
 
+# Apart from .venv: with a plugin for accelerators installed, JAX would look for them everywhere else. The CUDA
+# toolkit of the machine does where there is one; else its wheels are fetched, some gigabytes of them.
+COMPILERS := .venv-compilers
+CUDA := $(if $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/ptxas),cuda13-local,cuda13)
+
+test-compilers: $(COMPILERS)/installed ## the kernels through the TPU's and the GPU's compilers, no device needed
+	JAX_PLATFORMS=cpu $(COMPILERS)/bin/python -m pytest tests/test_tpu_compile.py tests/test_gpu_compile.py \
+		tests/test_compile.py
+
+$(COMPILERS)/installed: pyproject.toml | $(VENV)/created
+	@echo "Installing libtpu and the CUDA plugin into $(COMPILERS)"
+	@$(PY) -m venv --clear $(COMPILERS)
+	@$(COMPILERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--editable '.[test,tpu]' 'jax[$(CUDA)]>=0.11.2,<0.13'
+	@touch $@
+
 lint: $(VENV)/installed-dev ## style, formatting and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILERS) dist build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # An environment that works is kept, however it was made.

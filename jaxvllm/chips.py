@@ -15,6 +15,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxvllm.kernels.paged_attention import CHIP_AXIS
+
 _LIBTPU_WITHOUT_A_DEVICE = {
     "TPU_SKIP_MDS_QUERY": "1",  # do not ask the cloud what this machine is
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -81,15 +83,17 @@ def why_no_compiler() -> str | None:
 
 
 @cache
-def mesh_of(name: str) -> Mesh:
-    """Returns a mesh of one device of that kind, which need not be here."""
+def mesh_of(name: str, num_chips: int = 1) -> Mesh:
+    """Returns a mesh of devices of that kind, none of which need be here; raises ValueError where it cannot."""
     reason = why_no_compiler()
     if reason is not None:
         raise ValueError(f"cannot compile for {name}: {reason}.")
     for variable, value in _LIBTPU_WITHOUT_A_DEVICE.items():
         os.environ.setdefault(variable, value)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=find_chip(name).topology).devices
-    return Mesh(np.array(devices[:1]), ("chip",))
+    if num_chips > len(devices):
+        raise ValueError(f"{name}-{num_chips}: programs are compiled for up to {len(devices)} of these chips.")
+    return Mesh(np.array(devices[:num_chips]), (CHIP_AXIS,))
 
 
 def lower_for(name: str, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
@@ -98,11 +102,11 @@ def lower_for(name: str, function: Callable, *arguments: Any, donate: tuple[int,
 
 
 def lower_on(mesh: Mesh, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:
-    """Lowers `function` of pytrees of `ShapeDtypeStruct`s for a mesh, the arguments whole on each of its devices."""
-    on_mesh = NamedSharding(mesh, PartitionSpec())
+    """Lowers `function` of pytrees of `ShapeDtypeStruct`s for a mesh; arguments without a sharding are replicated."""
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def place(x) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_mesh)
+        return x if x.sharding is not None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
 
     placed = jax.tree.map(place, arguments)
     with jax.set_mesh(mesh):

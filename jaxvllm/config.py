@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "int8"]
 AttentionBackend = Literal["auto", "xla", "tpu", "gpu"]
 
 PRESETS = Path(__file__).parent / "configs"
@@ -35,10 +36,14 @@ class EngineConfig:
     num_kvcache_blocks: int = -1  # blocks in the pool; -1 sizes it from the device's memory
     eos: int | frozenset[int] = -1  # end ids; the engine fills in those of the checkpoint
     dtype: Dtype = "auto"  # of weights, activations and cache; auto is the checkpoint's
+    quantization: Quantization = "auto"  # of the layers' weights; int8 is per output channel, auto the checkpoint's
     attention_backend: AttentionBackend = "auto"  # auto follows the platform
-    token_buckets: tuple[int, ...] = ()  # padded token counts of prefill; () doubles from 16 to the limit
+    token_buckets: tuple[
+        int, ...
+    ] = ()  # padded token counts of prefill; () doubles from 16 to the limit, at most 512 on a CPU
     seq_buckets: tuple[int, ...] = ()  # padded sequence counts of decode; () doubles from 2 to the limit
     block_buckets: tuple[int, ...] = ()  # padded blocks per sequence; () is one bucket, of max_model_len
+    async_scheduling: bool = True  # schedule and dispatch a step while the device still runs the one before
     forbid_recompile: bool = False  # raise when a step compiles after the warm-up
     seed: int = 0  # of the requests that give none
 
@@ -68,8 +73,10 @@ class EngineConfig:
         """The end ids as a set; empty where there is none."""
         return frozenset({self.eos} - {-1}) if isinstance(self.eos, int) else self.eos
 
-    def resolved_token_buckets(self) -> tuple[int, ...]:
-        return self.token_buckets or _doubling(_SMALLEST_TOKEN_BUCKET, self.max_num_batched_tokens)
+    def resolved_token_buckets(self, limit: int | None = None) -> tuple[int, ...]:
+        """The padded token counts of prefill; where the user gave none, none above `limit`."""
+        most = min(self.max_num_batched_tokens, limit or self.max_num_batched_tokens)
+        return self.token_buckets or _doubling(_SMALLEST_TOKEN_BUCKET, most)
 
     def resolved_seq_buckets(self) -> tuple[int, ...]:
         return self.seq_buckets or _doubling(_SMALLEST_SEQ_BUCKET, self.max_num_seqs)
@@ -107,8 +114,9 @@ class EngineConfig:
 
     def _check_choices(self):
         _check_choice("dtype", self.dtype, get_args(Dtype))
+        _check_choice("quantization", self.quantization, get_args(Quantization))
         _check_choice("attention_backend", self.attention_backend, get_args(AttentionBackend))
-        for name in ("enforce_eager", "forbid_recompile"):
+        for name in ("enforce_eager", "async_scheduling", "forbid_recompile"):
             _check_choice(name, getattr(self, name), (False, True))
 
     def _check_buckets(self):

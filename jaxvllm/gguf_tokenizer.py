@@ -27,6 +27,15 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2_SPLIT = rf"{_WORDS}|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _cased(ending: str, digits: str) -> str:
+    """A split that also cuts where a small letter is followed by a capital; a word may have an `ending`."""
+    words = "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{a}{_LOWER}{b}{ending}" for a, b in ("*+", "+*"))
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
 _SPLITS = {  # name in tokenizer.ggml.pre -> patterns, applied one after the other
     "gpt-2": [_GPT2_SPLIT],
     "smollm": [r"\p{N}", _GPT2_SPLIT],
@@ -35,9 +44,13 @@ _SPLITS = {  # name in tokenizer.ggml.pre -> patterns, applied one after the oth
     "llama-v3": [_LLAMA3_SPLIT],
     "qwen2": [_QWEN2_SPLIT],
     "deepseek-r1-qwen": [_QWEN2_SPLIT],
+    "smaug-bpe": [_LLAMA3_SPLIT],  # SmolLM3's
+    "dbrx": [_LLAMA3_SPLIT],  # OLMo 2's
+    "gpt-4o": [_cased(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}")],  # Phi-4-mini's
+    "tekken": [_cased("", r"\p{N}")],  # Mistral Nemo's
     "default": [r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]"],
 }
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3")  # a piece that is a token is not built from merges
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a piece that is a token is not built from merges
 _BEGINS_BY_DEFAULT = _WHOLE_WORDS_FIRST  # files that do not say so still start every text with bos
 _NORMALIZES = ("qwen2",)  # to NFC, as Qwen's own tokenizer.json does
 
@@ -157,10 +170,18 @@ class _Builder:
 
         def added(*kinds: int, special: bool) -> list[AddedToken]:
             marked = (token for token, kind in zip(self.tokens, self.types, strict=True) if kind in kinds and token)
-            return [AddedToken(token, normalized=False, special=special) for token in marked]
+            return [
+                AddedToken(token, normalized=False, special=special, rstrip=self._takes_spaces(token))
+                for token in marked
+            ]
 
         backend.add_special_tokens(added(_CONTROL, _UNKNOWN, special=True))
         backend.add_tokens(added(_USER_DEFINED, special=False))
+
+    def _takes_spaces(self, token: str) -> bool:
+        """Whether a marked token swallows the white space after it: Phi-3's do, and no key of the file says so."""
+        is_phi3 = self.model == "llama" and self.metadata.get("general.architecture") == "phi3"
+        return is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
 
     def _add_post_processor(self, backend: Backend, begins: bool):
         bos, eos = self._special_id("bos"), self._special_id("eos")

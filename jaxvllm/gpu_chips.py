@@ -6,6 +6,7 @@ The descriptions of the chips are XLA's, in text: the folder `gpu_targets`.
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxvllm.chips import lower_on
+from jaxvllm.kernels.paged_attention import CHIP_AXIS
 
 _TARGETS = Path(__file__).parent / "gpu_targets"
 CHIPS = tuple(sorted(path.stem for path in _TARGETS.glob("*.txtpb")))
@@ -31,6 +33,13 @@ def why_no_compiler() -> str | None:
     return None
 
 
+def memory_bytes(chip: str) -> int:
+    """Returns a chip's memory by its description."""
+    found = re.search(r"device_memory_size: (\d+)", (_TARGETS / f"{chip}.txtpb").read_text())
+    assert found is not None
+    return int(found[1])
+
+
 @cache
 def mesh_of(chip: str, num_chips: int = 1) -> Mesh:
     """Returns a mesh of GPUs of that kind, none of which need be here; raises ValueError where it cannot."""
@@ -42,7 +51,7 @@ def mesh_of(chip: str, num_chips: int = 1) -> Mesh:
     topology = topologies.get_topology_desc(
         platform="cuda", topology=f"1x1x{num_chips}", target_config=(_TARGETS / f"{chip}.txtpb").read_text()
     )
-    return Mesh(np.array(topology.devices), ("chip",))
+    return Mesh(np.array(topology.devices), (CHIP_AXIS,))
 
 
 def lower_for(chip: str, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> jax.stages.Lowered:

@@ -61,6 +61,10 @@ class Tokenizer:
         for token, token_id in vocab.items():
             self._pieces[token_id] = decoder.piece(token, added=token_id in added)
 
+    def save(self, folder: Path):
+        """Writes tokenizer.json, its settings and the chat template, for `load_tokenizer` to read."""
+        self._tokenizer.save_pretrained(folder)
+
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a prompt, with the tokens that the model expects around it (such as bos).
 

@@ -19,7 +19,7 @@ def padded_head_dim(head_dim: int, backend: str) -> int:
         raise ValueError(f"head_dim={head_dim} is not a positive number.")
     if backend == "xla":
         return head_dim
-    if backend not in ("tpu", "gpu"):
+    if backend.partition(":")[0] not in ("tpu", "gpu"):
         raise ValueError(f"backend={backend!r} is none of xla, tpu, gpu.")
     if head_dim <= _SMALLEST_TILED_HEAD:
         return _SMALLEST_TILED_HEAD

@@ -2,26 +2,35 @@
 
 The body of a backend is a module with `write` and `attend` as here, without `backend`. It is imported when
 first used: the TPU's and the GPU's need parts of JAX that a machine without one may lack.
+
+A backend is a string, since it is static in every program: "xla", "gpu", "tpu", or "tpu:v6e", the TPU's with the
+tiles of that chip. Plain "tpu" takes tiles that fit every chip.
+
+Under a mesh (`jax.set_mesh`) whose axis CHIP_AXIS has several chips, each takes its share of the KV heads and of the
+query heads that go with them; a pool is then sharded on its axis 1.
 """
 
 import importlib
 import logging
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from jaxvllm.kernels import kv_cache
-
-Backend = Literal["xla", "tpu", "gpu"]
 
 _BODIES: dict[str, str] = {
     "xla": "jaxvllm.kernels.paged_attention_xla",
     "tpu": "jaxvllm.kernels.paged_attention_tpu",
     "gpu": "jaxvllm.kernels.paged_attention_gpu",
 }
-_BACKEND_OF_PLATFORM: dict[str, Backend] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
+_BACKEND_OF_PLATFORM = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
+CHIP_AXIS = "chip"  # of a mesh
 _POOL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -37,6 +46,7 @@ class AttentionForm(NamedTuple):
     block_size: int
     dtype: str  # of the cache
     compute_capability: str | None = None  # of an NVIDIA GPU, as "9.0"
+    device_kind: str | None = None  # as JAX names it, "TPU v6 lite"
 
 
 class AttentionBatch(NamedTuple):
@@ -52,7 +62,7 @@ class AttentionBatch(NamedTuple):
     num_seqs: Int32[Array, " 1"]  # sequences that are not padding
 
 
-def resolve_backend(name: str, platform: str, form: AttentionForm | None = None) -> Backend:
+def resolve_backend(name: str, platform: str, form: AttentionForm | None = None) -> str:
     """Returns the backend of `name` ("auto" follows JAX's `platform`: "cpu", "tpu", "gpu", ...).
 
     Where the kernels of the platform cannot take `form`, "auto" is `xla`, and one line of the log says why. Raises
@@ -63,14 +73,23 @@ def resolve_backend(name: str, platform: str, form: AttentionForm | None = None)
         reason = _why_unsupported(native, form) if native in _BODIES else None
         if reason is not None:
             logger.warning("attention_backend='auto' is 'xla' here: %s", reason)
-        return native if native in _BODIES and reason is None else "xla"
+        return _with_tiles(native, form) if native in _BODIES and reason is None else "xla"
     _require_body(name)
     if name != "xla" and name != native:
         raise ValueError(f"attention_backend={name!r} needs a {name.upper()}, this is {platform!r}: use 'auto'.")
     reason = _why_unsupported(name, form)
     if reason is not None:
         raise ValueError(f"attention_backend={name!r} cannot be used: {reason} Use 'auto' or 'xla'.")
-    return name  # pyright: ignore[reportReturnType]  # _require_body has seen it
+    return _with_tiles(name, form)
+
+
+def _with_tiles(backend: str, form: AttentionForm | None) -> str:
+    """Adds the chip to a backend that has tiles for each."""
+    if form is None or form.device_kind is None:
+        return backend
+    chip_of = getattr(_body(backend), "chip_of", None)
+    chip = chip_of(form.device_kind) if chip_of is not None else None
+    return backend if chip is None else f"{backend}:{chip}"
 
 
 def _why_unsupported(backend: str, form: AttentionForm | None) -> str | None:
@@ -100,7 +119,8 @@ def write(
         if x.ndim != 3 or x.shape[:2] != (T, K) or x.shape != k.shape:
             raise ValueError(f"{name} is {x.shape}: needs [{T}, {K}, H], as slot_mapping and the pool have it.")
     _check_integers("slot_mapping", slot_mapping, (T,))
-    return body.write(pool, k, v, slot_mapping)
+    heads = PartitionSpec(None, CHIP_AXIS)
+    return _over_heads(body.write, K, (heads, heads, heads, PartitionSpec()))(pool, k, v, slot_mapping)
 
 
 def attend(
@@ -130,6 +150,7 @@ def attend(
     Raises ValueError, while tracing, on shapes, dtypes or options that do not fit together.
     """
     body = _body(backend)
+    chip = backend.partition(":")[2]
     if q.ndim != 3:
         raise ValueError(f"q is {q.shape}: needs [T, N, H].")
     T, N, H = q.shape
@@ -146,18 +167,29 @@ def attend(
     _check_options(scale, sliding_window, logits_soft_cap)
     if decode_only and T != S:
         raise ValueError(f"decode_only needs one token per sequence, but q has {T} tokens for {S} sequences.")
-    return body.attend(
-        q,
-        pool,
-        block_tables,
-        context_lens,
-        cu_seqlens_q,
-        num_seqs,
+    attend_heads = partial(
+        body.attend,
         scale=scale,
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
         decode_only=decode_only,
+        **({"chip": chip} if chip else {}),
     )
+    heads, whole = PartitionSpec(None, CHIP_AXIS), PartitionSpec()
+    attend_heads = _over_heads(attend_heads, pool.shape[1], (heads, heads, whole, whole, whole, whole))
+    return attend_heads(q, pool, block_tables, context_lens, cu_seqlens_q, num_seqs)
+
+
+def _over_heads(body: Callable, num_kv_heads: int, in_specs: tuple[PartitionSpec, ...]) -> Callable:
+    """Returns `body`, where the mesh has several chips run on each with its own heads."""
+    mesh = jax.sharding.get_abstract_mesh()
+    num_chips = dict(mesh.shape).get(CHIP_AXIS, 1)
+    if num_chips == 1:
+        return body
+    if num_kv_heads % num_chips:
+        raise ValueError(f"{num_kv_heads} KV heads cannot be shared out to {num_chips} chips: use a divisor of them.")
+    # the kernels say nothing of how their outputs vary over the mesh, so that it cannot be checked
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(None, CHIP_AXIS), check_vma=False)
 
 
 def _require_body(backend: str):
@@ -168,8 +200,9 @@ def _require_body(backend: str):
 
 
 def _body(backend: str) -> ModuleType:
-    _require_body(backend)
-    return importlib.import_module(_BODIES[backend])
+    name = backend.partition(":")[0]
+    _require_body(name)
+    return importlib.import_module(_BODIES[name])
 
 
 def _check_pool(pool: Array, head_dim: int, backend: str):

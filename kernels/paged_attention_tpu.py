@@ -9,11 +9,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxvllm.kernels import tpu_tiles
+from jaxvllm.kernels.paged_attention import AttentionForm
 from jaxvllm.kernels.tpu_cache_write import write
 from jaxvllm.kernels.tpu_decode import attend_decode
 from jaxvllm.kernels.tpu_ragged import attend_ragged
 
-__all__ = ["attend", "write"]
+__all__ = ["attend", "chip_of", "why_unsupported", "write"]
+
+
+def why_unsupported(form: AttentionForm) -> str | None:
+    """Returns why the kernels cannot take a model on a TPU, in a sentence, or None."""
+    return tpu_tiles.why_unsupported(form.num_heads, form.num_kv_heads, form.head_dim, form.block_size, form.dtype)
+
+
+def chip_of(device_kind: str) -> str | None:
+    """Returns the chip whose tiles suit a device of JAX's name, or None: then tiles that fit every chip are used."""
+    return tpu_tiles.CHIP_OF_KIND.get(device_kind)
 
 
 def attend(
@@ -37,7 +48,9 @@ def attend(
     T, N, H = q.shape
     _, K, P, two_hp = pool.shape
     S, M = block_tables.shape
-    tpu_tiles.check_supported(N, K, H, P, pool.dtype)
+    reason = tpu_tiles.why_unsupported(N, K, H, P, pool.dtype)
+    if reason is not None:
+        raise ValueError(reason)
     group = tpu_tiles.padded_group(N // K, K, pool.dtype)
     lanes = max(two_hp // 2, tpu_tiles.LANES)
     shape = tpu_tiles.Shape(

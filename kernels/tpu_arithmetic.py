@@ -59,18 +59,15 @@ def base2_scores(product: jax.Array, scale: float, soft_cap: float | None) -> ja
     return (soft_cap * _LOG2_E) * jnp.tanh(product * (scale / soft_cap))
 
 
-def softmax_step(scores: jax.Array, m_ref, l_ref) -> tuple[jax.Array, jax.Array]:
-    """Folds scores [rows, tokens] into the running maximum and sum, refs [rows, 128] of equal lanes.
+def softmax_step(scores: jax.Array, m_ref) -> tuple[jax.Array, jax.Array]:
+    """Folds scores [rows, tokens] into the running maximum, a ref [rows, 128] of equal lanes.
 
     Returns the weights, and the factor [rows, 128] by which what was summed before must shrink.
     """
     m_before = m_ref[...]
     m = jnp.maximum(m_before, jnp.max(scores, axis=1, keepdims=True))
-    weights = jnp.exp2(scores - equal_lanes(m, scores.shape[1]))
-    shrink = jnp.exp2(m_before - m)
     m_ref[...] = m
-    l_ref[...] = shrink * l_ref[...] + jnp.sum(weights, axis=1, keepdims=True)
-    return weights, shrink
+    return jnp.exp2(scores - equal_lanes(m, scores.shape[1])), jnp.exp2(m_before - m)
 
 
 def start_blocks(tables, row, live, pool, kv_buf, first: int, sem, *, heads, grain: int):

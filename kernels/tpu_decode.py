@@ -97,7 +97,8 @@ def _decode_kernel(
                 if window is not None:
                     visible &= column >= of_rows(lows, seqs)
                 scores = jnp.where(visible, scores, tpu.MASKED)
-            weights, shrink = tpu.softmax_step(scores, m_ref.at[at], l_ref.at[at])
+            weights, shrink = tpu.softmax_step(scores, m_ref.at[at])
+            l_ref[at] = shrink * l_ref[at] + jnp.sum(weights, axis=1, keepdims=True)
             weights = weights.astype(kv_buf.dtype)
             acc_ref[at] = tpu.equal_lanes(shrink, HL) * acc_ref[at] + own([product(weights, v) for _, v in kv])
 

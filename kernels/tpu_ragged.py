@@ -7,7 +7,8 @@ prefills, a handful of drafted tokens), only `few`: the two heights are two bodi
 
 Queries come token by token, all heads together, and a matrix product wants the rows of one KV head: `_begin_tile`
 turns [tokens, some heads] into [some heads, tokens], `_finish_tile` turns the answer back. Only chunks on the
-diagonal, at the window's edge or at the context's end take the body with masks.
+diagonal, at the window's edge or at the context's end take the body with masks, a sub-chunk at a time, so that
+little is multiplied which nobody sees.
 """
 
 import functools
@@ -39,7 +40,7 @@ def _ragged_kernel(
     """
     _, CB, K, P, _ = kv_buf.shape
     _, Q, N, HL = q_buf.shape
-    C, grain = CB * P, tiles.grain
+    C, CC, grain = CB * P, tiles.sub_chunk, tiles.grain
     split = pl.program_id(0) if split_heads else 0
     heads, q_heads = (pl.ds(split * K, K), pl.ds(split * N, N)) if split_heads else (None, pl.ds(0, N))
     product = tpu.products(kv_buf.dtype)
@@ -79,21 +80,26 @@ def _ragged_kernel(
         source, target = o_buf.at[slot, pl.ds(0, rows)], o_hbm.at[pl.ds(row, rows), q_heads]
         pl.when(rows > 0)(lambda: act(pltpu.make_async_copy(source, target, o_sem.at[slot])))
 
-    def fold(slot, first, base, live, height, masked, h, _):
-        """Folds a chunk of head h into all rows of the tile."""
-        k, v = tpu.load_kv(kv_buf.at[slot], pl.ds(0, CB), h, HL)
-        v = tpu.clear_rows(v, live) if masked else v
-        piece = min(height * G, tiles.piece)
-        for begin_row in range(0, height * G, piece):
-            at = h, pl.ds(begin_row, piece)
-            scores = tpu.base2_scores(product(q_rows[at], k, transposed=True), scale, soft_cap)
-            if masked:
-                row = begin_row + lax.broadcasted_iota(jnp.int32, (piece, C), 0)
-                ahead = first + (row & (height - 1)) - base * P - lax.broadcasted_iota(jnp.int32, (piece, C), 1)
-                visible = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
-                scores = jnp.where(visible, scores, tpu.MASKED)
-            weights, shrink = tpu.softmax_step(scores, m_ref.at[at], l_ref.at[at])
-            acc_ref[at] = tpu.equal_lanes(shrink, HL) * acc_ref[at] + product(weights.astype(v.dtype), v)
+    def fold(slot, first, base, live, height, masked, j, h, _):
+        """Folds a whole chunk of head h into all rows of the tile; where `masked`, its j-th sub-chunk."""
+        size = CC if masked else C
+        k, v = tpu.load_kv(kv_buf.at[slot], pl.ds(j * (size // P), size // P), h, HL)
+        v = tpu.clear_rows(v, live - j * size) if masked else v
+        rows = height * G
+        at = h, pl.ds(0, rows)
+        scores = tpu.base2_scores(product(q_rows[at], k, transposed=True), scale, soft_cap)
+        if masked:
+            row, column = (lax.broadcasted_iota(jnp.int32, (rows, size), axis) for axis in (0, 1))
+            ahead = first + (row & (height - 1)) - base * P - j * size - column
+            visible = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+            scores = jnp.where(visible, scores, tpu.MASKED)
+        weights, shrink = tpu.softmax_step(scores, m_ref.at[at])
+        if tiles.sums_in_product:
+            v = jnp.concatenate([v, jnp.ones_like(v)], axis=1)
+        summed = product(weights.astype(v.dtype), v)
+        total = summed[:, HL:] if tiles.sums_in_product else jnp.sum(weights, axis=1, keepdims=True)
+        l_ref[at] = shrink * l_ref[at] + total
+        acc_ref[at] = tpu.equal_lanes(shrink, HL) * acc_ref[at] + summed[:, :HL]
 
     def step(state):
         s, t, c, kv_slot, q_slot = state
@@ -124,16 +130,18 @@ def _ragged_kernel(
             inside &= base * P > first + rows - 1 - window
 
         def fold_chunk(height):
-            def all_heads(masked):
-                unroll = min(K, _UNROLLED_HEADS) if height == tiles.few else 1
-                body = functools.partial(fold, kv_slot, first, base, live, height, masked)
-                lax.fori_loop(0, K, body, None, unroll=unroll)
+            def heads_of(masked, unroll, j, _):
+                body = functools.partial(fold, kv_slot, first, base, live, height, masked, j)
+                lax.fori_loop(0, K, body, None, unroll=min(K, unroll))
+
+            def edges(unroll):
+                lax.fori_loop(0, tpu.quotient(live + CC - 1, CC), functools.partial(heads_of, True, unroll), None)
 
             if height == tiles.few:  # bound by the copies: one body is enough
-                all_heads(True)
+                edges(_UNROLLED_HEADS)
             else:
-                pl.when(inside)(lambda: all_heads(False))
-                pl.when(jnp.logical_not(inside))(lambda: all_heads(True))
+                pl.when(inside)(lambda: heads_of(False, tiles.heads_at_once, 0, None))
+                pl.when(jnp.logical_not(inside))(lambda: edges(1))
 
         at_height(fold_chunk)
 

@@ -4,10 +4,10 @@ What bounds them. VMEM: two chunks of blocks (one computes, one arrives), the ti
 accumulators; `vmem_bytes` adds them up, and the sum stays under 48 MiB, which leaves a quarter of the smallest
 VMEM (64 MiB: v5p, tpu7x) to XLA. SMEM (1 MiB): the block tables, at most half of it; a batch with more is split.
 
-What chose them: `jaxvllm bench kernel` on the nano workload (docs/kernels_tpu.md has the table). In decode, sub-chunks
+What chose them: `jaxvllm bench kernel` on the nano workload (docs/kernels_tpu.md has the tables). In decode, sub-chunks
 of 256 tokens: at 128 the latency of the matrix unit shows, at 512 the last sub-chunk of a sequence of some
-hundred tokens is mostly padding. In prefill, sub-chunks of 512 tokens and 512 rows per KV head: a key is read
-again by every tile of queries, and below 512 rows v6e's copies would take more than half of the products' time.
+hundred tokens is mostly padding. In prefill, 512 rows per KV head: a key is read again by every tile of queries,
+and below 512 rows v6e's copies would take more than half of the products' time.
 """
 
 from dataclasses import dataclass
@@ -35,13 +35,27 @@ class ChipRule:
     decode_chunk: int = 1024  # tokens
     decode_sub_chunk: int = 256
     prefill_rows: int = 512  # query rows per KV head in a tile
-    prefill_piece: int = 512  # of them, those that one matrix product takes
     prefill_chunk: int = 512  # tokens
+    prefill_sub_chunk: int = 512  # tokens, where masks are needed
+    prefill_heads_at_once: int = 1  # KV heads in one body, so that one's products run under another's softmax
+    sums_in_product: bool = False  # the matrix unit is wider than a head: columns of ones sum the weights for nothing
     cores: int = 1  # TensorCores behind one device; each takes its own KV heads
 
 
-# v5p: two cores look like one device. The others' best tiles are the same within 5%.
-CHIPS = {"v5e": ChipRule(), "v5p": ChipRule(cores=2), "v6e": ChipRule(), "tpu7x": ChipRule()}
+# On 256-wide matrix units the products are short: the softmax beside them has to be cheap, and to be overlapped. Of
+# v6e's and tpu7x's forms (chunks of 512, 1,024, 2,048; 1, 2, 4 heads; sums by product or not) these have the fewest
+# cycles. v5p: two cores look like one device.
+CHIPS = {
+    "v5e": ChipRule(),
+    "v5p": ChipRule(cores=2),
+    "v6e": ChipRule(decode_units=16, prefill_chunk=1024, prefill_heads_at_once=2, sums_in_product=True),
+    "tpu7x": ChipRule(decode_units=16, prefill_heads_at_once=4, sums_in_product=True),
+}
+# as JAX names the devices
+CHIP_OF_KIND = {
+    "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +101,17 @@ class DecodeTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedTiles:
-    """Tiles of `queries` new tokens, or of `few` where no more are left, against chunks of `chunk` tokens."""
+    """Tiles of `queries` new tokens, or of `few` where no more are left, against chunks of `chunk` tokens.
+
+    Where masks are needed a chunk is folded in by sub-chunks.
+    """
 
     queries: int
     few: int
-    piece: int
     chunk: int
+    sub_chunk: int
+    heads_at_once: int
+    sums_in_product: bool
     grain: int
     head_groups: int
     seqs_per_call: int
@@ -108,22 +127,23 @@ def padded_group(group: int, num_kv_heads: int, dtype) -> int:
     return padded
 
 
-def check_supported(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype):
-    """Raises ValueError for what the kernels are not made for."""
+def why_unsupported(num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype) -> str | None:
+    """Returns what the kernels are not made for in a model, in a sentence, or None."""
     if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim={head_dim} is above {MAX_HEAD_DIM}, the TPU kernel's limit: use backend 'xla'.")
-    if num_heads // num_kv_heads > MAX_QUERIES_PER_KV_HEAD:
-        raise ValueError(
-            f"{num_heads // num_kv_heads} query heads per KV head are more than the TPU kernel's "
-            f"{MAX_QUERIES_PER_KV_HEAD}: use backend 'xla'."
+        return f"head_dim={head_dim} is above {MAX_HEAD_DIM}, the TPU kernels' limit."
+    if num_heads > MAX_QUERIES_PER_KV_HEAD * num_kv_heads:
+        return (
+            f"{num_heads // num_kv_heads} query heads per KV head are more than the TPU kernels' "
+            f"{MAX_QUERIES_PER_KV_HEAD}."
         )
     if block_size & (block_size - 1) or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
-        raise ValueError(
-            f"block_size={block_size} is not a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, "
-            "which the TPU's copies need: set kvcache_block_size to one."
+        return (
+            f"kvcache_block_size={block_size} is not a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}, "
+            "which the TPU's copies need."
         )
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"the TPU kernel has no cache of {dtype}: use bfloat16 or float32.")
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        return f"the TPU kernels have no cache of {jnp.dtype(dtype).name}: use bfloat16 or float32."
+    return None
 
 
 def decode_tiles(shape: Shape, chip: str | None = None) -> DecodeTiles:
@@ -178,8 +198,10 @@ def ragged_tiles(shape: Shape, chip: str | None = None) -> RaggedTiles:
     return RaggedTiles(
         queries=queries,
         few=few,
-        piece=rule.prefill_piece,
         chunk=chunk,
+        sub_chunk=max(shape.block_size, min(rule.prefill_sub_chunk, chunk)),
+        heads_at_once=rule.prefill_heads_at_once,
+        sums_in_product=rule.sums_in_product and shape.lanes == LANES,
         grain=min(shape.block_size, 16),
         head_groups=cores,
         seqs_per_call=per_call,

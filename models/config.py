@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -10,9 +11,29 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxvllm.models.float8 import read_float8
 from jaxvllm.models.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsConfig:
+    """The mixtures of experts of a checkpoint. Hashable; raises ValueError where values contradict."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # of each expert
+    shared_intermediate_size: int | None  # of the expert that every token goes through; None: there is none
+    normalize_weights: bool  # whether the weights of a token's experts are made to sum to 1
+
+    def __post_init__(self):
+        for name in ("num_experts", "num_experts_per_token", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} of the experts is not a positive number.")
+        if self.num_experts_per_token > self.num_experts:
+            raise ValueError(f"{self.num_experts_per_token} experts per token of {self.num_experts} there are not.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +55,15 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+    hidden_act: str  # of the feed-forward layers
     max_position_embeddings: int  # tokens per sequence the model was made for
-    rope: RopeConfig
+    ropes: tuple[RopeConfig | None, ...]  # per layer; None turns nothing
     sliding_windows: tuple[int | None, ...]  # per layer, tokens; None sees everything before
+    attention_scale: float  # of the products of queries and keys
+    attention_soft_cap: float | None  # of these products, scaled
+    logits_soft_cap: float | None
+    experts: ExpertsConfig | None
+    sparse_layers: tuple[bool, ...]  # per layer: a mixture of experts in place of the one feed-forward layer
     dtype: str  # of weights, activations and cache
     eos_token_ids: frozenset[int]
 
@@ -57,6 +84,19 @@ class ModelConfig:
             raise ValueError(f"head_dim={self.head_dim} is not even: rotary embeddings turn pairs.")
         if not 0 < self.rms_norm_eps < 1:
             raise ValueError(f"rms_norm_eps={self.rms_norm_eps} is not a small positive number.")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"hidden_act={self.hidden_act!r} is not supported: the layers here do {', '.join(ACTIVATIONS)}."
+            )
+        for name in ("attention_scale", "attention_soft_cap", "logits_soft_cap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} is not a positive number.")
+        for name in ("ropes", "sliding_windows", "sparse_layers"):
+            if len(getattr(self, name)) != self.num_layers:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers.")
+        if any(self.sparse_layers) and self.experts is None:
+            raise ValueError("layers are mixtures of experts, and nothing says of how many.")
         if self.max_position_embeddings < 2:
             raise ValueError(f"max_position_embeddings={self.max_position_embeddings} leaves no room for a request.")
         if any(window is not None and window < 1 for window in self.sliding_windows):
@@ -72,8 +112,10 @@ class ModelConfig:
 
         Raises ValueError, by name, on what the layers here do not do.
         """
-        if hf_config.hidden_act != "silu":
-            raise ValueError(f"hidden_act={hf_config.hidden_act!r} is not supported: the layers here use silu.")
+        if getattr(hf_config, "use_bidirectional_attention", False):
+            raise ValueError("use_bidirectional_attention is not supported: every model here looks back only.")
+        # What an architecture's config has no field for, the architecture has not; transformers' models say the same.
+        head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         return cls(
             model_type=hf_config.model_type,
             vocab_size=hf_config.vocab_size,
@@ -82,14 +124,20 @@ class ModelConfig:
             num_layers=hf_config.num_hidden_layers,
             num_heads=hf_config.num_attention_heads,
             num_kv_heads=hf_config.num_key_value_heads,
-            head_dim=hf_config.head_dim,
+            head_dim=head_dim,
             rms_norm_eps=hf_config.rms_norm_eps,
             tie_word_embeddings=hf_config.tie_word_embeddings,
-            attention_bias=hf_config.attention_bias,
-            mlp_bias=getattr(hf_config, "mlp_bias", False),  # an architecture without the field has no such bias
+            attention_bias=getattr(hf_config, "attention_bias", False),
+            mlp_bias=getattr(hf_config, "mlp_bias", False),
+            hidden_act=getattr(hf_config, "hidden_activation", None) or hf_config.hidden_act,
             max_position_embeddings=hf_config.max_position_embeddings,
-            rope=RopeConfig.from_parameters(_rope_parameters(hf_config)),
+            ropes=_ropes(hf_config),
             sliding_windows=_sliding_windows(hf_config),
+            attention_scale=getattr(hf_config, "query_pre_attn_scalar", head_dim) ** -0.5,
+            attention_soft_cap=getattr(hf_config, "attn_logit_softcapping", None),
+            logits_soft_cap=getattr(hf_config, "final_logit_softcapping", None),
+            experts=_experts(hf_config),
+            sparse_layers=_sparse_layers(hf_config),
             dtype=dtype,
             eos_token_ids=eos_token_ids,
         )
@@ -103,10 +151,9 @@ def read_hf_config(folder: Path, raw: Mapping[str, Any], stored_dtype: Callable[
     wrong with it.
     """
     path = folder / "config.json"
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ValueError(f"{path}: quantised weights ({method}) are not supported: use the unquantised checkpoint.")
     try:
+        if quantization := raw.get("quantization_config"):
+            read_float8(quantization)  # refuses every other kind
         hf_config = import_transformers().AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
@@ -158,23 +205,50 @@ def _end_ids(value: int | list[int] | None) -> frozenset[int]:
     return frozenset([value] if isinstance(value, int) else value)
 
 
-def _rope_parameters(hf_config: Any) -> Mapping[str, Any]:
-    """Returns the rotary parameters that hold for all layers."""
+def _ropes(hf_config: Any) -> tuple[RopeConfig | None, ...]:
     parameters = hf_config.rope_parameters or {}
-    per_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]
-    if not per_layer_type:
-        return parameters
-    if any(value != per_layer_type[0] for value in per_layer_type):
-        raise ValueError(
-            f"rope_parameters={parameters} differ between layers, which {hf_config.model_type} here has not."
-        )
-    return per_layer_type[0]
+    if any(isinstance(value, Mapping) for value in parameters.values()):  # keyed by the kind of layer
+        per_layer = [parameters.get(kind) or {} for kind in _layer_types(hf_config)]
+    else:
+        per_layer = [parameters] * hf_config.num_hidden_layers
+    turns = getattr(hf_config, "no_rope_layers", None) or [1] * hf_config.num_hidden_layers  # the name means its zeros
+    limit = hf_config.max_position_embeddings
+    return tuple(
+        RopeConfig.from_parameters(parameters, max_position_embeddings=limit) if turned else None
+        for parameters, turned in zip(per_layer, turns, strict=False)  # a list may go on past the last layer
+    )
 
 
 def _sliding_windows(hf_config: Any) -> tuple[int | None, ...]:
     window = getattr(hf_config, "sliding_window", None)
-    kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * hf_config.num_hidden_layers
+    if getattr(hf_config, "layer_types", None) is None:  # architectures that do not mix have a window for all layers
+        return (window,) * hf_config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in _layer_types(hf_config))
+
+
+def _layer_types(hf_config: Any) -> list[str]:
+    kinds = hf_config.layer_types
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown or len(kinds) != hf_config.num_hidden_layers:
         raise ValueError(f"layer_types of {len(kinds)} layers, with {unknown or 'a wrong length'}, is not supported.")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return kinds
+
+
+def _experts(hf_config: Any) -> ExpertsConfig | None:
+    if not getattr(hf_config, "num_experts", 0):
+        return None
+    return ExpertsConfig(
+        num_experts=hf_config.num_experts,
+        num_experts_per_token=hf_config.num_experts_per_tok,
+        intermediate_size=getattr(hf_config, "moe_intermediate_size", hf_config.intermediate_size),
+        shared_intermediate_size=getattr(hf_config, "shared_expert_intermediate_size", None),
+        normalize_weights=getattr(hf_config, "norm_topk_prob", True),  # Mixtral, without the field, always does
+    )
+
+
+def _sparse_layers(hf_config: Any) -> tuple[bool, ...]:
+    num_layers = hf_config.num_hidden_layers
+    if not getattr(hf_config, "num_experts", 0):
+        return (False,) * num_layers
+    step, dense = getattr(hf_config, "decoder_sparse_step", 1), getattr(hf_config, "mlp_only_layers", None) or ()
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))

@@ -1,5 +1,7 @@
 """A Hugging Face checkpoint folder: config.json beside one or more safetensors files."""
 
+import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,8 +10,10 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxvllm.models import registry
+from jaxvllm.models import float8, registry
 from jaxvllm.models.config import ModelConfig, read_hf_config, read_json
+
+logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -43,7 +47,10 @@ class HFFolder:
     @cached_property
     def _entries(self) -> dict[str, _Entry]:
         found: dict[str, _Entry] = {}
-        for file, names in _shards(self.path).items():
+        shards = _shards(self.path)
+        for file in sorted(set(self.path.glob("*.safetensors")) - shards.keys()):
+            logger.warning("%s is not read: %s names the files of the model, and not this one.", file, _INDEX)
+        for file, names in shards.items():
             entries = _read_header(file)
             if absent := sorted(names - entries.keys()):
                 raise ValueError(f"{file} lacks {absent[0]!r}, which {_INDEX} says it holds.")
@@ -51,24 +58,68 @@ class HFFolder:
         return found
 
     @property
+    def has_weights(self) -> bool:
+        """Whether there is anything but a config."""
+        return any(self.path.glob("*.safetensors")) or (self.path / _INDEX).exists()
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, under its stored name."""
-        return {name: entry.shape for name, entry in self._entries.items()}
+        """Shape of every tensor, under its stored name; what scales a float8 weight belongs to it."""
+        scaling = {scale for name in self._entries for scale in self._scales(name)}
+        return {name: entry.shape for name, entry in self._entries.items() if name not in scaling}
 
     def stored_name(self, hf_name: str) -> str:
         return hf_name
 
-    def read(self, name: str) -> np.ndarray:
-        """Reads one tensor, in the dtype of the file, into memory of its own."""
+    def read(self, name: str, dtype: str | None = None) -> np.ndarray:
+        """Reads one tensor, in the dtype of the file, into memory of its own; float8 is dequantised, to `dtype`."""
         entry = self._entries[name]
+        if entry.dtype in float8.DTYPES:
+            return self._read_float8(name, np.dtype(dtype or "float32"))
         if entry.dtype not in _DTYPES:
-            raise ValueError(f"{entry.file}: {name!r} is {entry.dtype}, which is none of {', '.join(_DTYPES)}.")
+            known = ", ".join((*_DTYPES, *float8.DTYPES))
+            raise ValueError(f"{entry.file}: {name!r} is {entry.dtype}, which is none of {known}.")
+        return self._read_as_stored(name)
+
+    def _read_as_stored(self, name: str) -> np.ndarray:
+        file = self._entries[name].file
         try:
             # Opened for each tensor: the pages of an open file would stay in memory beside the copy on the device.
-            with safe_open(entry.file, framework="numpy") as file:
-                return file.get_tensor(name)
+            with safe_open(file, framework="numpy") as content:
+                return content.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{entry.file} changed while it was read: {error}.") from error
+            raise ValueError(f"{file} changed while it was read: {error}.") from error
+
+    def _read_float8(self, name: str, dtype: np.dtype) -> np.ndarray:
+        at = f"{self._entries[name].file}: {name!r} is {self._entries[name].dtype}"
+        if (quantization := read_json(self.path / "config.json").get("quantization_config")) is None:
+            raise ValueError(f"{at}, and config.json has no quantization_config that says how it is scaled.")
+        scales = [scale for scale in self._scales(name) if scale.startswith(f"{name}_")]
+        if not scales:
+            raise ValueError(f"{at} and has no scale: {' or '.join(name + end for end in float8.SCALE_SUFFIXES)}.")
+        try:
+            scheme = float8.read_float8(quantization)
+            return float8.dequantize(self._read_bytes(name), self._read_as_stored(scales[0]), scheme, dtype)
+        except ValueError as error:
+            raise ValueError(f"{at}: {error}") from error
+
+    def _read_bytes(self, name: str) -> np.ndarray:
+        """Reads a float8 tensor, which the library knows but cannot give to numpy."""
+        entry = self._entries[name]
+        with entry.file.open("rb") as content:
+            header_size = int.from_bytes(content.read(8), "little")
+            begin, end = json.loads(content.read(header_size))[name]["data_offsets"]  # which the library has checked
+            content.seek(8 + header_size + begin)
+            values = np.fromfile(content, np.uint8, end - begin)
+        return values.view(float8.DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def _scales(self, name: str) -> list[str]:
+        """Returns the tensors that scale a float8 weight, and its input, which stays as it is here."""
+        if self._entries[name].dtype not in float8.DTYPES:
+            return []
+        of_input = (name.rpartition(".")[0] + end for end in (".input_scale", ".activation_scale"))
+        scales = (*(name + end for end in float8.SCALE_SUFFIXES), *of_input)
+        return [scale for scale in scales if scale in self._entries]
 
     def _stored_dtype(self) -> str:
         names = {entry.dtype for entry in self._entries.values() if entry.dtype in _DTYPES}

@@ -1,7 +1,6 @@
 """Llama 1 to 3, and what shares its shape (SmolLM2)."""
 
-from jaxvllm.models.config import ModelConfig
-from jaxvllm.models.layers import Decoder, DecoderLayer
+from jaxvllm.models.decoder import Decoder
 
 WEIGHTS = {  # Hugging Face's name: our path; * is the layer's number
     "model.embed_tokens.weight": "embed.weight",
@@ -27,8 +26,4 @@ WEIGHTS = {  # Hugging Face's name: our path; * is the layer's number
 
 
 class Llama(Decoder):
-    """Pre-norm decoder layers; biases and rotary scaling as the config says."""
-
-    def __init__(self, config: ModelConfig):
-        windows = config.sliding_windows
-        super().__init__(config, [DecoderLayer(config, sliding_window=w, qk_norm=False) for w in windows])
+    """Norms before attention and feed-forward; biases and rotary scaling as the config says."""

@@ -17,6 +17,8 @@ install_import_hook(
         "jaxvllm.engine.batch",
         "jaxvllm.engine.model_runner",
         "jaxvllm.kernels",
+        "jaxvllm.models.decoder",
+        "jaxvllm.models.experts",
         "jaxvllm.models.layers",
         "jaxvllm.models.rope",
         "jaxvllm.models.sampler",

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from jaxvllm.engine.block_manager import BlockManager
-from jaxvllm.engine.scheduler import Scheduler
+from jaxvllm.engine.scheduler import Flight, Scheduler
 from jaxvllm.engine.sequence import Sequence
 from jaxvllm.sampling_params import SamplingParams
 
@@ -46,20 +46,24 @@ class FakeDevice:
         self.block_size = block_size
         self.slots: dict[int, int] = {}
 
-    def run(self, seqs: Iterable[Sequence]) -> list[int]:
-        """Writes the scheduled tokens of each sequence, then samples one token for each."""
+    def run(self, seqs: Iterable[Sequence], ids: list[int] | None = None) -> list[int]:
+        """Writes the scheduled tokens of each sequence, then samples one token for each.
+
+        `ids` are those of the step before, where a sequence's pending token is found.
+        """
         seqs = list(seqs)
-        for seq in seqs:
+        tokens = [seq.token_ids + ([ids[seq.pending_row]] if ids and seq.num_pending_tokens else []) for seq in seqs]
+        for seq, token_ids in zip(seqs, tokens, strict=True):
             start = seq.num_cached_tokens
             for position in range(start, start + seq.num_scheduled_tokens):
                 before = self.slots[self._slot(seq, position - 1)] if position else 0
-                self.slots[self._slot(seq, position)] = _extend(before, seq.token_ids[position])
-        return [self._sample(seq) for seq in seqs]
+                self.slots[self._slot(seq, position)] = _extend(before, token_ids[position])
+        return [self._sample(seq, token_ids) for seq, token_ids in zip(seqs, tokens, strict=True)]
 
-    def _sample(self, seq: Sequence) -> int:
+    def _sample(self, seq: Sequence, token_ids: list[int]) -> int:
         num_visible = seq.num_cached_tokens + seq.num_scheduled_tokens
         expected = 0
-        for position, token_id in enumerate(seq.token_ids[:num_visible]):
+        for position, token_id in enumerate(token_ids[:num_visible]):
             expected = _extend(expected, token_id)
             assert self.slots[self._slot(seq, position)] == expected, f"{seq}: position {position} is another's"
         return expected % VOCAB_SIZE
@@ -74,6 +78,36 @@ def run_step(scheduler: Scheduler, device: FakeDevice) -> tuple[list[Sequence], 
     scheduler.postprocess(seqs, device.run(seqs), is_prefill)
     check_integrity(scheduler)
     return seqs, is_prefill
+
+
+class Overlapped:
+    """The loop that dispatches a step before it takes the ids of the one before."""
+
+    def __init__(self, scheduler: Scheduler, device: FakeDevice):
+        self.scheduler, self.device = scheduler, device
+        self.under_way: tuple[Flight, list[int]] | None = None
+        self.ids: list[int] = []
+        self.num_ahead = 0
+
+    def step(self):
+        if self.under_way is None or all(seq.is_finished for seq in self.under_way[0].seqs):
+            self.under_way = self._dispatch(*self.scheduler.schedule())
+        ahead = self.scheduler.schedule_ahead()
+        following = None if ahead is None else self._dispatch(*ahead)
+        self.num_ahead += following is not None
+        check_integrity(self.scheduler)
+        self.scheduler.settle(*self.under_way)
+        check_integrity(self.scheduler)
+        self.under_way = following
+
+    def fail(self):
+        """As if the device had lost what it was doing, and the cache."""
+        self.under_way = None
+        self.scheduler.restart(cache_lost=True)
+
+    def _dispatch(self, seqs: list[Sequence], is_prefill: bool) -> tuple[Flight, list[int]]:
+        self.ids = self.device.run(seqs, self.ids)
+        return self.scheduler.advance(seqs, is_prefill), self.ids
 
 
 def run_all(scheduler: Scheduler, device: FakeDevice, max_steps: int = 10_000) -> int:

@@ -18,9 +18,9 @@ _FRAGMENTS = ["In", "we're", "it'll", "DON'T", "x", "ÀÉ", "naïve", "你好", 
 _FRAGMENTS += [" ", "  ", "\n", "\n\n", " \n", "\t"]
 
 
-def write_gguf(path: Path, **fields: Any) -> Path:
+def write_gguf(path: Path, arch: str = "llama", **fields: Any) -> Path:
     """Writes `tokenizer.ggml.*` fields (`chat_template` too); a field given as None is left out."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, arch)
     for name, value in fields.items():
         key = "tokenizer.chat_template" if name == "chat_template" else f"tokenizer.ggml.{name}"
         match value:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import AttentionBatch
-from jaxvllm.models.layers import Decoder
+from jaxvllm.models.decoder import Decoder
 
 BLOCK_SIZE = 16
 _MULTIPLE = 128  # tokens are padded to it: few programs, and every test sees padding
@@ -26,7 +26,7 @@ class Runner:
         num_blocks = num_seqs * blocks_per_seq
         # Blocks in an order of their own, so that a table read wrongly shows.
         order = np.random.RandomState(5).permutation(num_blocks).astype(np.int32)
-        self._tables = order.reshape(num_seqs, blocks_per_seq)
+        self.tables = order.reshape(num_seqs, blocks_per_seq)
         shape = kv_cache.pool_shape(num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim, "xla")
         self.pools = [jnp.asarray(np.full(shape, np.nan, jnp.dtype(config.dtype))) for _ in range(config.num_layers)]
 
@@ -44,7 +44,7 @@ class Runner:
 
     def _arguments(self, new_tokens: list[list[int]], decode_only: bool) -> tuple:
         ids, positions, slots = [], [], []
-        for table, length, tokens in zip(self._tables, self._lens, new_tokens, strict=True):
+        for table, length, tokens in zip(self.tables, self._lens, new_tokens, strict=True):
             at = np.arange(length, length + len(tokens))
             ids += tokens
             positions += at.tolist()
@@ -52,8 +52,8 @@ class Runner:
         counts = [len(tokens) for tokens in new_tokens]
         num_tokens = len(ids) if decode_only else -(-(len(ids) + 1) // _MULTIPLE) * _MULTIPLE
         batch = AttentionBatch(
-            slot_mapping=_padded(slots, num_tokens, self._tables.size * BLOCK_SIZE),
-            block_tables=jnp.asarray(self._tables),
+            slot_mapping=_padded(slots, num_tokens, self.tables.size * BLOCK_SIZE),
+            block_tables=jnp.asarray(self.tables),
             context_lens=_int32(np.add(self._lens, counts)),
             cu_seqlens_q=_int32(np.cumsum([0, *counts])),
             num_seqs=_int32([len(new_tokens)]),

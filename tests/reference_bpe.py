@@ -31,11 +31,26 @@ def _modern(digits: str) -> list[str]:
     ]
 
 
+_CAPITAL, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _cased(ending: str, digits: str) -> list[str]:
+    return [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITAL}*{_SMALL}+{ending}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITAL}+{_SMALL}*{ending}",
+        digits,
+        r" ?[^\p{White_Space}\p{L}\p{N}]+[\r\n/]*",
+        *_modern(digits)[-3:],
+    ]
+
+
 SPLITS = {  # one list of alternatives per pass over the pieces
     "gpt-2": [_GPT2],
     "smollm": [[r"\p{N}"], _GPT2],
     "llama-bpe": [_modern(r"\p{N}{1,3}")],
     "qwen2": [_modern(r"\p{N}")],
+    "gpt-4o": [_cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}")],
+    "tekken": [_cased("", r"\p{N}")],
     "default": [[r"[\p{P}$+<=>^~|]+"], _GPT2, [r"\p{N}+"], [r"[0-9][0-9][0-9]"]],
 }
 
@@ -56,7 +71,7 @@ def encode(text: str, pre: str, tokens: list[str], merges: list[str]) -> list[in
     encoded = []
     for piece in split(text, pre):
         symbols = [_ALPHABET[byte] for byte in piece.encode()]
-        if pre == "llama-bpe" and "".join(symbols) in ids:
+        if pre in ("llama-bpe", "tekken") and "".join(symbols) in ids:
             symbols = ["".join(symbols)]
         encoded += [ids[symbol] for symbol in _merge(symbols, ranks)]
     return encoded

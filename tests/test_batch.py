@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.batch import (
@@ -10,13 +12,17 @@ from jaxvllm.engine.batch import (
     make_buckets,
     pack_step,
     packed_fields,
+    scheduled_rows,
+    split_rows,
 )
 from jaxvllm.engine.sequence import Sequence
 from jaxvllm.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 NUM_SLOTS = 400
+NUM_IDS = 8
 VOCAB_SIZE = 1000
+OPTIONS = {"num_slots": NUM_SLOTS, "num_ids": NUM_IDS, "vocab_size": VOCAB_SIZE}
 
 
 def sequence(token_ids, *, cached, scheduled, block_table, **params):
@@ -37,7 +43,7 @@ def unpack(buffer, bucket):
 
 
 def pack(seqs, bucket, eos=()):
-    return unpack(pack_step(seqs, bucket, num_slots=NUM_SLOTS, vocab_size=VOCAB_SIZE, eos=eos), bucket)
+    return unpack(pack_step(scheduled_rows(seqs), bucket, **OPTIONS, eos=eos), bucket)
 
 
 @pytest.fixture
@@ -142,11 +148,19 @@ def test_buckets_are_bounded_and_distinct(buckets):
     assert {b.num_tokens for b in prefill} == {16, 32, 64, 128, 256}
 
 
+def test_no_bucket_is_larger_than_the_pieces_of_a_prefill():
+    config = EngineConfig(model="folder", max_num_batched_tokens=4096)
+    assert max(make_buckets(config, 512)).num_tokens == 512
+    assert max(make_buckets(config)).num_tokens == 4096
+    asked = EngineConfig(model="folder", max_num_batched_tokens=4096, token_buckets=(64, 4096))
+    assert max(make_buckets(asked, 512)).num_tokens == 4096
+
+
 def test_every_step_within_the_limits_has_a_bucket_that_holds_it(buckets):
     for num_seqs in range(1, 33):
         for length in (1, 8, 256 // num_seqs):
             seqs = [sequence([1] * length, cached=0, scheduled=length, block_table=[0]) for _ in range(num_seqs)]
-            bucket = choose_bucket(buckets, seqs, is_prefill=True)
+            bucket = choose_bucket(buckets, scheduled_rows(seqs), decode_only=False)
             assert not bucket.decode_only
             assert bucket.num_tokens >= num_seqs * length
             assert bucket.num_seqs >= num_seqs
@@ -154,12 +168,82 @@ def test_every_step_within_the_limits_has_a_bucket_that_holds_it(buckets):
 
 def test_a_step_takes_the_smallest_bucket(buckets):
     seqs = [sequence([1] * 30, cached=29, scheduled=1, block_table=range(9))] * 3
-    assert choose_bucket(buckets, seqs, is_prefill=False) == Bucket(4, 4, 16, True)
-    assert choose_bucket(buckets, seqs[:1], is_prefill=True) == Bucket(16, 2, 16, False)
+    assert choose_bucket(buckets, scheduled_rows(seqs), decode_only=True) == Bucket(4, 4, 16, True)
+    assert choose_bucket(buckets, scheduled_rows(seqs[:1]), decode_only=False) == Bucket(16, 2, 16, False)
 
 
 def test_each_step_gets_a_buffer_of_its_own():
     seqs = [sequence([1, 2], cached=1, scheduled=1, block_table=[0])]
-    options = {"num_slots": NUM_SLOTS, "vocab_size": VOCAB_SIZE, "eos": frozenset()}
-    bucket = Bucket(2, 2, 1, True)
-    assert not np.shares_memory(pack_step(seqs, bucket, **options), pack_step(seqs, bucket, **options))
+    rows, bucket = scheduled_rows(seqs), Bucket(2, 2, 1, True)
+    first, second = (pack_step(rows, bucket, **OPTIONS, eos=frozenset()) for _ in range(2))
+    assert not np.shares_memory(first, second)
+
+
+def test_sampled_ids_go_to_their_rows_and_padding_past_the_end(prefill):
+    assert prefill["id_rows"].tolist() == [0, 1, NUM_IDS, NUM_IDS]
+    assert prefill["pending_rows"].size == 0
+
+
+def test_a_pending_token_is_taken_from_the_row_of_its_step():
+    seqs = [sequence([5, 6], cached=1, scheduled=1, block_table=[3]) for _ in range(3)]
+    seqs[1].append_pending(row=7)
+    seqs[1].num_cached_tokens += 1
+    fields = pack(seqs, Bucket(4, 4, 3, True))
+    assert fields["pending_rows"].tolist() == [NUM_IDS, 7, NUM_IDS, NUM_IDS]
+    assert fields["positions"].tolist() == [1, 2, 1, 0]
+    assert fields["token_ids"].tolist() == [6, 0, 6, 0]
+
+
+def runs(pieces):
+    """Each piece as what it is and, per sequence, its row of ids, first position and number of tokens."""
+    return [
+        (decode_only, [tuple(map(int, row)) for row in zip(rows.id_rows, rows.starts, rows.num_new, strict=True)])
+        for rows, decode_only in pieces
+    ]
+
+
+PIECES_OF_16 = [Bucket(2, 2, 9, True), Bucket(8, 2, 9, False), Bucket(16, 4, 9, False)]
+
+
+def prompts(*lengths, cached=0):
+    return scheduled_rows([sequence([1] * 99, cached=cached, scheduled=n, block_table=[0]) for n in lengths])
+
+
+def test_a_step_that_fits_stays_whole():
+    assert runs(split_rows(prompts(9, 1, 6), PIECES_OF_16)) == [(False, [(0, 0, 9), (1, 0, 1), (2, 0, 6)])]
+
+
+def test_a_long_step_is_cut_within_its_sequences():
+    assert runs(split_rows(prompts(10, 30, 3, cached=4), PIECES_OF_16)) == [
+        (False, [(0, 4, 10), (1, 4, 6)]),
+        (False, [(1, 10, 16)]),
+        (False, [(1, 26, 8), (2, 4, 3)]),
+    ]
+
+
+def test_a_step_of_many_sequences_is_cut_between_them():
+    assert runs(split_rows(prompts(2, 2, 2, 2, 2), PIECES_OF_16)) == [
+        (False, [(i, 0, 2) for i in range(4)]),
+        (False, [(4, 0, 2)]),
+    ]
+
+
+def test_single_new_tokens_run_as_a_decode_where_they_are_most():
+    assert runs(split_rows(prompts(1, 20, 1, 1), PIECES_OF_16)) == [
+        (True, [(0, 0, 1), (2, 0, 1), (3, 0, 1)]),
+        (False, [(1, 0, 16)]),
+        (False, [(1, 16, 4)]),
+    ]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_pieces_run_every_token_once_and_in_order(lengths):
+    pieces = split_rows(prompts(*lengths), PIECES_OF_16)
+    position = [0] * len(lengths)
+    for rows, decode_only in pieces:
+        assert decode_only or (rows.num_new.sum() <= 16 and len(rows.seqs) <= 4)
+        for row, start, num_new in zip(rows.id_rows, rows.starts, rows.num_new, strict=True):
+            assert start == position[row]
+            assert 0 < num_new == (1 if decode_only else num_new)
+            position[row] += num_new
+    assert position == lengths

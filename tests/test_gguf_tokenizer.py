@@ -104,9 +104,26 @@ def test_byte_level_encoding_follows_the_definition_for_any_text(pre, text, toke
 
 
 def test_the_splits_can_be_told_apart(tokenizers):
-    texts = ["In 1984 we're 12 of 1234", "f( ,b)x = DON'T if: !!", "x\n\n  x"]
+    texts = ["In 1984 we're 12 of 1234", "f( ,b)x = DON'T if: !!", "x\n\n  x", "ifInDON'Tx"]
     encodings = {tuple(tuple(tokenizer.encode(text)) for text in texts) for tokenizer in tokenizers.values()}
     assert len(encodings) == len(tokenizers)
+
+
+@pytest.mark.parametrize("pre", ["smaug-bpe", "dbrx"])
+def test_some_split_as_llama_3_and_begin_with_nothing(pre, vocabulary, tokenizers, tmp_path):
+    tokenizer = load_tokenizer(vocabularies.write_gguf(tmp_path / "a.gguf", **vocabulary | {"pre": pre}))
+    for text in TEXTS:
+        assert tokenizer.encode(text) == tokenizers["llama-bpe"].encode(text)
+
+
+@pytest.mark.parametrize(("arch", "swallowed"), [("phi3", True), ("llama", False)])
+def test_phi_3_drops_the_space_after_its_marked_tokens(arch, swallowed, sentencepiece_record, tmp_path):
+    fields = vocabularies.sentencepiece_vocabulary(sentencepiece_record)
+    marked = {"tokens": [*fields["tokens"], "<|user|>"], "scores": [*fields["scores"], 0.0]}
+    fields |= marked | {"token_type": [*fields["token_type"], vocabularies.CONTROL]}
+    tokenizer = load_tokenizer(vocabularies.write_gguf(tmp_path / "a.gguf", arch, **fields))
+    same = tokenizer.encode("<|user|>\n  <|user|>") == tokenizer.encode("<|user|><|user|>")
+    assert same == swallowed
 
 
 def test_smollm_encodes_every_digit_on_its_own(tokenizers):
@@ -178,7 +195,7 @@ def test_bos_and_eos_are_added_as_the_file_says(vocabulary, tmp_path, flags, fir
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pre": "tekken"}, "'tekken'.*not supported"),
+        ({"pre": "bloom"}, "'bloom'.*not supported"),
         ({"model": "bert"}, "'bert' is not supported"),
         ({"model": None}, "tokenizer.ggml.model is missing"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from model_steps import Runner
-from tiny_models import tiny_llama, tiny_qwen3
+from model_steps import BLOCK_SIZE, Runner
+from tiny_models import tiny_llama, tiny_model, tiny_qwen3
 
-from jaxvllm.models import layers
+from jaxvllm.models import decoder
 from jaxvllm.models.layers import Embedding, RMSNorm, linear
 from jaxvllm.models.loader import load_model
 
@@ -64,9 +64,9 @@ def test_embedding_of_an_id_outside_the_table_is_finite():
 def test_layer_is_traced_once_per_program_and_kind(make, changes, kinds, tmp_path, monkeypatch):
     model = load_model(make(tmp_path, tokenizer=False, **changes))[1]
     traced = []
-    body = layers.DecoderLayer.__call__
+    body = decoder.DecoderLayer.__call__
     monkeypatch.setattr(
-        layers.DecoderLayer, "__call__", lambda self, *args, **kw: traced.append(self) or body(self, *args, **kw)
+        decoder.DecoderLayer, "__call__", lambda self, *args, **kw: traced.append(self) or body(self, *args, **kw)
     )
     Runner(model, 1, 80).step([[1, 2, 3]])  # a length that no other test has: nothing is traced yet
     assert len(traced) == kinds
@@ -87,3 +87,21 @@ def test_parameters_of_a_model_are_plain_leaves_of_its_state(tmp_path):
     leaves = jax.tree.leaves(nnx.state(model))
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
     assert sum(leaf.size for leaf in leaves) == 2 * 512 * 64 + 64 + 3 * (2 * 64 + 64 * 64 * 3 + 64 * 160 * 3)
+
+
+@pytest.mark.parametrize("num_new", [1, 5])
+def test_a_layer_with_a_window_reads_only_the_blocks_that_the_window_reaches(num_new, tmp_path):
+    """The blocks before it may hold anything: here NaN."""
+    model = load_model(tiny_model(tmp_path, "mistral", tokenizer=False))[1]
+    window, length = 24, 100
+    tokens = np.random.RandomState(0).randint(0, 512, length + num_new).tolist()
+    runner, poisoned = Runner(model, 1, 128), Runner(model, 1, 128)
+    for r in (runner, poisoned):
+        r.step([tokens[:length]])
+    first_reached = (length - (window - 1)) // BLOCK_SIZE
+    assert first_reached == 4
+    unreached = poisoned.tables[0, :first_reached]
+    poisoned.pools = [pool.at[unreached].set(jnp.nan) for pool in poisoned.pools]
+    expected, found = (r.step([tokens[length:]], decode_only=num_new == 1)[0] for r in (runner, poisoned))
+    assert np.isfinite(expected).all()
+    np.testing.assert_array_equal(found, expected)

@@ -4,7 +4,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_steps import Runner, assert_equals_transformers, prefill
+from model_steps import Runner, prefill
 from tiny_models import tiny_llama
 
 from jaxvllm.models.loader import load_model
@@ -15,12 +15,6 @@ EXPECTED = json.loads((Path(__file__).parent / "data/expected_tiny.json").read_t
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return load_model(tiny_llama(tmp_path_factory.mktemp("llama")))[1]
-
-
-@pytest.mark.parametrize("case", ["llama", "llama_biases", "llama_dynamic"])
-def test_llama_gives_transformers_tokens_and_logits(case, tmp_path):
-    _, model = load_model(tiny_llama(tmp_path, **EXPECTED[case]["overrides"]))
-    assert_equals_transformers(model, EXPECTED[case])
 
 
 def test_chunks_and_decode_steps_give_the_logits_of_one_prefill(model):

@@ -133,7 +133,7 @@ def test_output_is_not_lost_when_a_later_step_fails(llm, monkeypatch):
     llm.generate("second", SamplingParams(**GREEDY, max_tokens=4), use_tqdm=False)
     other = llm.add_request("third", PARAMS)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.model_runner, "run", lambda *_: 1 / 0)
+        patch.setattr(llm.engine.model_runner, "dispatch", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.step()
     ended = [output.request_id for output in llm.step()]

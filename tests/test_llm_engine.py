@@ -1,5 +1,7 @@
 """The loop on a tiny model: same tokens whatever the company, and every fault answered with a reason."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from engines import GREEDY, assert_all_blocks_free, forget, make_llm, random_prompts, solo
@@ -14,6 +16,11 @@ VOCAB = 200
 def llm(tiny_llama_path):
     """One engine for the tests that need nothing special; its compiled programs serve them all."""
     return make_llm(tiny_llama_path)
+
+
+def switch(llm, async_scheduling: bool):
+    """The same engine and programs, with steps in turn or overlapped."""
+    llm.engine.config = dataclasses.replace(llm.config, async_scheduling=async_scheduling)
 
 
 @pytest.fixture(autouse=True)
@@ -278,23 +285,78 @@ class TestAbort:
 def fail_at(monkeypatch, llm, *, step, error, lose_cache=False):
     """Makes the step of that number fail, before or after the device has taken the cache along."""
     runner, calls = llm.engine.model_runner, []
-    run = runner.run
+    dispatch = runner.dispatch
 
-    def run_or_fail(*args):
+    def dispatch_or_fail(*args):
         calls.append(args)
         if len(calls) != step:
-            return run(*args)
+            return dispatch(*args)
         if lose_cache:
             for pool in runner._kv_cache:
                 pool.delete()
         raise error("planted")
 
-    monkeypatch.setattr(runner, "run", run_or_fail)
+    monkeypatch.setattr(runner, "dispatch", dispatch_or_fail)
 
 
+@pytest.fixture(scope="module")
+def small(tiny_llama_path):
+    """So few blocks that sequences are preempted all the time."""
+    return make_llm(tiny_llama_path, num_kvcache_blocks=14)
+
+
+class TestOverlap:
+    def test_tokens_are_the_same_with_steps_in_turn(self, small, prompts):
+        rng = np.random.default_rng(2)
+        params = [
+            SamplingParams(
+                temperature=float(rng.choice([0.0, 0.9])),
+                max_tokens=int(rng.integers(1, 14)),
+                ignore_eos=True,
+                stop_token_ids=rng.integers(0, VOCAB, 20).tolist(),
+                seed=i,
+            )
+            for i in range(len(prompts))
+        ]
+        tokens = {}
+        for overlapped in (False, True):
+            forget(small)
+            switch(small, overlapped)
+            tokens[overlapped] = [
+                (o.token_ids, o.finish_reason) for o in small.generate(prompts, params, use_tqdm=False)
+            ]
+            assert_all_blocks_free(small)
+        assert tokens[False] == tokens[True]
+        assert {reason for _, reason in tokens[True]} == {"stop", "length"}
+
+    def test_a_step_is_under_way_when_step_returns(self, llm):
+        switch(llm, True)
+        llm.add_request([1, 2, 3], greedy(4))
+        before = llm.stats.num_steps
+        for num_known in (1, 2, 3):
+            llm.step()
+            [seq] = llm.engine.scheduler.running
+            assert (len(seq.completion_token_ids), seq.num_pending_tokens) == (num_known, 1)
+        assert [len(output.token_ids) for output in llm.step()] == [4]
+        assert llm.is_finished()
+        assert llm.stats.num_steps - before == 4
+
+    def test_abort_of_a_step_under_way_drops_its_token(self, llm):
+        switch(llm, True)
+        request_id = llm.add_request([1, 2, 3], greedy(9))
+        llm.step()
+        output = llm.abort(request_id)
+        assert len(output.token_ids) == 1
+        assert llm.is_finished()
+        assert_all_blocks_free(llm)
+        assert run(llm, [[1, 2, 3]], greedy(4))[0][:1] == output.token_ids
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("lose_cache", [False, True])
 @pytest.mark.parametrize("step", [1, 2, 3, 6])
-def test_requests_outlive_a_step_that_fails(llm, monkeypatch, step, lose_cache):
+def test_requests_outlive_a_step_that_fails(llm, monkeypatch, step, lose_cache, overlapped):
+    switch(llm, overlapped)
     prompts = random_prompts([9, 1, 150 - 40], vocab_size=VOCAB, seed=11)
     alone = [solo(llm, prompt, greedy(8)) for prompt in prompts]
     forget(llm)

@@ -1,3 +1,6 @@
+import re
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +8,8 @@ import pytest
 from engines import GREEDY, make_llm, random_prompts
 
 from jaxvllm import SamplingParams
-from jaxvllm.engine.batch import Bucket, pack_step, packed_fields
+from jaxvllm.engine import model_runner
+from jaxvllm.engine.batch import Bucket, pack_step, packed_fields, scheduled_rows
 from jaxvllm.engine.model_runner import unpack
 from jaxvllm.engine.sequence import Sequence
 
@@ -15,7 +19,7 @@ def test_device_unpacks_what_the_host_packed():
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=2**63 + 5)
     seq = Sequence([9, 8, 7], params, block_size=4)
     seq.block_table, seq.num_scheduled_tokens = [5], 3
-    buffer = pack_step([seq], bucket, num_slots=40, vocab_size=99, eos=())
+    buffer = pack_step(scheduled_rows([seq]), bucket, num_slots=40, num_ids=2, vocab_size=99, eos=())
     arrays = unpack(jnp.asarray(buffer), bucket)
     fields, _ = packed_fields(bucket)
     assert set(arrays) == set(fields)
@@ -38,6 +42,26 @@ def test_every_step_updates_the_cache_in_place(tiny_llama_path, dtype):
         assert memory is not None
         assert memory.alias_size_in_bytes == cache_bytes, bucket
         assert memory.temp_size_in_bytes < pool_bytes / 2, bucket
+
+
+_RESULT = re.compile(r"\s*(?:ROOT )?\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(")  # an instruction's shape and name, in HLO
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_step_transposes_converts_or_copies_a_weight(tiny_llama_path, dtype):
+    """In the compiled programs nothing has the shape of a weight, either way round, but the weights themselves."""
+    llm = make_llm(tiny_llama_path, dtype=dtype)
+    runner = llm.engine.model_runner
+    runner.warm_up(show_progress=False)
+    weights = [leaf.shape for leaf in jax.tree.leaves(runner.params) if leaf.ndim == 2]
+    shapes = {shape[::order] for shape in weights for order in (1, -1)}
+    for bucket, program in runner._programs.items():
+        found = Counter()
+        for line in program.as_text().splitlines():
+            if (match := _RESULT.match(line)) and tuple(map(int, match[1].split(","))) in shapes:
+                found[match[2]] += 1
+        assert set(found) == {"parameter"}, bucket
+        assert found["parameter"] >= len(weights), "the pattern has to meet the weights"
 
 
 def test_pool_buffers_stay_where_they_are(tiny_llama_path):
@@ -66,6 +90,20 @@ def test_guard_raises_when_a_step_would_compile_after_the_warm_up(tiny_llama_pat
     del llm.engine.model_runner._programs[Bucket(2, 2, 32, True)]
     with pytest.raises(RuntimeError, match="forbid_recompile"):
         llm.generate([[1, 2, 3]], SamplingParams(**GREEDY), use_tqdm=False)
+
+
+def test_a_prefill_in_pieces_gives_the_tokens_of_a_whole_one(tiny_llama_path, monkeypatch):
+    """On the CPU: prompts cut within, prompts side by side, and single new tokens that run as a decode."""
+    whole = make_llm(tiny_llama_path, max_num_seqs=16, token_buckets=(128,), num_kvcache_blocks=512)
+    monkeypatch.setattr(model_runner, "_CPU_PREFILL_TOKENS", 32)
+    pieces = make_llm(tiny_llama_path, max_num_seqs=16, token_buckets=(), num_kvcache_blocks=512)
+    assert max(pieces.engine.model_runner._buckets).num_tokens == 32
+    prompts = random_prompts([70, 3, 41, 9, 1, 1], vocab_size=200)
+    prompts += [[*prompts[0][:64], 5], [*prompts[0][:64], 6]]  # one new token each, once the first prompt is cached
+    params = [SamplingParams(0.8 * (i % 2), max_tokens=5, ignore_eos=True, seed=i) for i in range(len(prompts))]
+    for some in (slice(6), slice(6, 8)):
+        tokens = [[o.token_ids for o in llm.generate(prompts[some], params[some], False)] for llm in (whole, pieces)]
+        assert tokens[0] == tokens[1]
 
 
 def test_more_than_one_chip_is_refused_for_now(tiny_llama_path):

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import logging
 import types
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from hypothesis import Phase, given, settings
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxvllm.kernels import paged_attention, paged_attention_tpu, tpu_cache_write, tpu_tiles
+from jaxvllm.kernels.paged_attention import AttentionForm, resolve_backend
 
 # Tiles so small that some dozen tokens take several chunks, sub-chunks, tiles and pieces.
 TINY = tpu_tiles.ChipRule(
@@ -22,8 +24,10 @@ TINY = tpu_tiles.ChipRule(
     decode_chunk=64,
     decode_sub_chunk=32,
     prefill_rows=128,
-    prefill_piece=64,
-    prefill_chunk=32,
+    prefill_chunk=64,
+    prefill_sub_chunk=32,
+    prefill_heads_at_once=2,
+    sums_in_product=True,
 )
 FORM = Form(num_heads=8, num_kv_heads=2, head_dim=128, block_size=16, max_tokens=72, max_seqs=5, max_blocks=8)
 FORMS = {
@@ -49,7 +53,7 @@ def each_form(names):
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     monkeypatch.setitem(tpu_tiles.CHIPS, "tiny", TINY)
-    monkeypatch.setitem(tpu_tiles.CHIPS, "tiny_two_cores", replace(TINY, cores=2))
+    monkeypatch.setitem(tpu_tiles.CHIPS, "tiny_two_cores", replace(TINY, cores=2, sums_in_product=False))
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)):
         yield
 
@@ -179,9 +183,9 @@ def test_runs_of_slots_end_at_tiles_gaps_and_padding():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": 320}, "head_dim=320 is above 256"),
-        ({"block_size": 8}, "block_size=8 is not a power of two from 16 to 256"),
-        ({"block_size": 48}, "block_size=48 is not a power of two"),
+        ({"head_dim": 320}, "head_dim=320 is above 256, the TPU kernels' limit"),
+        ({"block_size": 8}, "kvcache_block_size=8 is not a power of two from 16 to 256"),
+        ({"block_size": 48}, "kvcache_block_size=48 is not a power of two"),
         ({"num_heads": 34}, "17 query heads per KV head"),
         ({"dtype": "float16"}, "no cache of float16"),
     ],
@@ -193,6 +197,25 @@ def test_what_the_kernel_is_not_made_for_is_refused_with_the_reason(change, mess
     q, lens = jnp.zeros((1, form.num_heads, H), form.dtype), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match=message):
         paged_attention.attend(q, pool, lens[None], lens, jnp.zeros(2, jnp.int32), lens, scale=1.0, backend="tpu")
+
+
+QWEN = AttentionForm(16, 8, 128, 256, "bfloat16")
+
+
+def test_the_backend_of_a_tpu_names_the_chip_whose_tiles_it_takes():
+    assert resolve_backend("auto", "tpu", QWEN._replace(device_kind="TPU v6 lite")) == "tpu:v6e"
+    assert resolve_backend("tpu", "tpu", QWEN._replace(device_kind="TPU v5")) == "tpu:v5p"
+    assert resolve_backend("auto", "tpu", QWEN._replace(device_kind="TPU v99")) == "tpu"
+
+
+def test_a_model_the_kernels_cannot_take_falls_back_with_one_line_or_is_refused_by_name(caplog):
+    form = QWEN._replace(head_dim=512)
+    with caplog.at_level(logging.WARNING):
+        assert resolve_backend("auto", "tpu", form) == "xla"
+    (line,) = caplog.messages
+    assert "head_dim=512 is above 256" in line
+    with pytest.raises(ValueError, match="'tpu' cannot be used: head_dim=512"):
+        resolve_backend("tpu", "tpu", form)
 
 
 # The suite itself: a fault planted in a kernel must show. Each is a change of the kernel's text.

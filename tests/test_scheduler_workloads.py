@@ -4,6 +4,7 @@ import pytest
 from fake_device import (
     Config,
     FakeDevice,
+    Overlapped,
     check_integrity,
     make_scheduler,
     make_seq,
@@ -159,8 +160,29 @@ def _workloads(draw):
 @settings(max_examples=150, deadline=None)
 def test_any_workload_gives_each_request_its_solo_run(workload):
     """Blocks are shared, evicted, preempted and aborted, and no request can tell; the books balance throughout."""
-    config, requests, aborts = workload
+    config = workload[0]
     scheduler, device = Scheduler(config), FakeDevice(config.kvcache_block_size)
+    run_workload(scheduler, workload, lambda _: run_step(scheduler, device))
+
+
+@given(_workloads(), st.sets(st.integers(0, 20), max_size=2))
+@settings(max_examples=150, deadline=None)
+def test_any_workload_gives_each_request_its_solo_run_with_steps_dispatched_ahead(workload, failures):
+    config = workload[0]
+    scheduler = Scheduler(config)
+    loop = Overlapped(scheduler, FakeDevice(config.kvcache_block_size))
+
+    def step(number):
+        if number in failures:
+            loop.fail()
+        loop.step()
+
+    run_workload(scheduler, workload, step)
+
+
+def run_workload(scheduler, workload, step_of):
+    """Runs requests and aborts to their end, a step at a time, and compares each request with its solo run."""
+    config, requests, aborts = workload
     seqs = {seq.seq_id: seq for _, seq in requests}
     for step in range(5000):
         while requests and requests[0][0] <= step:
@@ -171,7 +193,7 @@ def test_any_workload_gives_each_request_its_solo_run(workload):
                 scheduler.abort(seqs[seq_id])
                 check_integrity(scheduler)
         if not scheduler.is_finished():
-            run_step(scheduler, device)
+            step_of(step)
         elif not requests:
             break
     assert scheduler.is_finished()
@@ -184,6 +206,40 @@ def test_any_workload_gives_each_request_its_solo_run(workload):
         else:
             assert seq.completion_token_ids == alone.completion_token_ids
             assert seq.finish_reason == alone.finish_reason
+
+
+def test_steps_run_ahead_whenever_no_id_is_needed_to_decide():
+    seqs = [make_seq(range(100 * i, 100 * i + 6), 5) for i in range(3)]
+    loop = Overlapped(make_scheduler(*seqs), FakeDevice(4))
+    num_steps = 0
+    while not loop.scheduler.is_finished():
+        loop.step()
+        num_steps += 1
+    assert num_steps == 5, "a request that ends at max_tokens costs no step more"
+    assert loop.num_ahead == 4
+
+
+def test_a_token_past_the_end_is_dropped_and_its_blocks_are_freed():
+    seq = make_seq(range(7), 20)
+    end = solo_completion(seq)[4]
+    ended = make_seq(range(7), 20, stop_token_ids=[end])
+    loop = Overlapped(make_scheduler(ended), FakeDevice(4))
+    while not loop.scheduler.is_finished():
+        loop.step()
+    assert ended.completion_token_ids == solo_completion(seq)[:5]
+    assert ended.num_tokens == len(ended.token_ids) == 12
+    assert len(loop.scheduler.block_manager.free_block_ids) == 64
+
+
+def test_a_generated_block_is_found_again_one_step_later_with_steps_dispatched_ahead():
+    seq = make_seq(range(7), 6)
+    loop = Overlapped(make_scheduler(seq), FakeDevice(4))
+    index = loop.scheduler.block_manager.hash_to_block_id
+    sizes = []
+    while not loop.scheduler.is_finished():
+        loop.step()
+        sizes.append(len(index))
+    assert sizes == [1, 2, 2, 2, 2, 3]
 
 
 def test_a_waiting_prompt_is_hashed_once_while_it_waits(monkeypatch):

@@ -1,5 +1,9 @@
-"""Twenty minutes of random arrivals and aborts over a pool so small that preemption is constant."""
+"""Twenty minutes of random arrivals and aborts over a pool so small that preemption is constant.
 
+The first half with steps in turn, the second with each step dispatched before the ids of the one before are read.
+"""
+
+import dataclasses
 import os
 from collections import Counter
 from pathlib import Path
@@ -74,7 +78,13 @@ class Soak:
 def test_soak_ends_every_request_as_its_solo_run_and_leaks_nothing(tiny_llama_path, capsys):
     rng = np.random.default_rng(0)
     kinds = make_kinds(rng)
-    llm = make_llm(tiny_llama_path, num_kvcache_blocks=NUM_BLOCKS, max_num_batched_tokens=32, token_buckets=(8, 32))
+    llm = make_llm(
+        tiny_llama_path,
+        num_kvcache_blocks=NUM_BLOCKS,
+        max_num_batched_tokens=32,
+        token_buckets=(8, 32),
+        async_scheduling=False,  # for the first half
+    )
     expected = []
     for prompt, params in kinds:
         forget(llm)
@@ -83,8 +93,11 @@ def test_soak_ends_every_request_as_its_solo_run_and_leaks_nothing(tiny_llama_pa
 
     soak = Soak(llm, kinds, expected, rng)
     start = monotonic()
-    early_mb = None
+    early_mb, is_overlapped = None, False
     while (elapsed := monotonic() - start) < SOAK_S:
+        if not is_overlapped and elapsed > SOAK_S / 2:
+            is_overlapped = True
+            llm.engine.config = dataclasses.replace(llm.config, async_scheduling=True)
         soak.turn()
         if early_mb is None and elapsed > WARM_UP_SHARE * SOAK_S:
             early_mb = resident_mb()

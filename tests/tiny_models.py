@@ -1,7 +1,7 @@
 """Tiny random checkpoints in Hugging Face's format, the same on every machine: made with numpy, without torch.
 
-`tiny_llama(path)` and `tiny_qwen3(path)` write config.json, model.safetensors and a byte-level tokenizer into the
-folder `path` and return it. Keyword arguments change values of config.json; `ABSENT` leaves a key out.
+`tiny_model(path, model_type)` writes config.json, model.safetensors and a byte-level tokenizer into the folder `path`
+and returns it. Keyword arguments change values of config.json; `ABSENT` leaves a key out.
 `tests/data/record_expectations.py` records what transformers makes of these models.
 """
 
@@ -71,41 +71,182 @@ QWEN3_CONFIG: dict[str, Any] = {
 }
 
 
+# What most of the small ones below share. Windows, where there are any, are shorter than most prompts.
+_COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "bos_token_id": None,
+    "eos_token_id": 258,
+    "pad_token_id": None,
+    "torch_dtype": "float32",
+}
+_GEMMA: dict[str, Any] = _COMMON | {
+    "head_dim": 32,  # not hidden_size / num_attention_heads, and not query_pre_attn_scalar, as in the 27B ones
+    "query_pre_attn_scalar": 24,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 24,
+}
+CONFIGS: dict[str, dict[str, Any]] = {  # by model_type
+    "llama": LLAMA_CONFIG,
+    "qwen3": QWEN3_CONFIG,
+    "qwen2": _COMMON | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "mistral": _COMMON | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
+    "gemma2": _GEMMA
+    | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 4.0,  # low enough to bend the larger scores
+        "final_logit_softcapping": 8.0,
+    },
+    "gemma3_text": _GEMMA
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "sliding_window_pattern": 3,  # every third layer sees everything
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},  # of the layers that see everything
+    },
+    "olmo2": _COMMON | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False},
+    "phi3": _COMMON
+    | {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "original_max_position_embeddings": 512,
+        "sliding_window": 40,
+    },
+    "smollm3": _COMMON
+    | {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "num_hidden_layers": 3,
+        "no_rope_layer_interval": 3,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe": _COMMON
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "mixtral": _COMMON
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+}
+
+
+def tiny_model(path: Path, model_type: str, *, seed: int = 0, tokenizer: bool = True, **overrides: Any) -> Path:
+    """Writes a model of an architecture, 512 ids, less than 1 MB."""
+    return _write(path, _changed(CONFIGS[model_type], overrides), seed, tokenizer)
+
+
 def tiny_llama(path: Path, *, seed: int = 0, tokenizer: bool = True, **overrides: Any) -> Path:
     """Writes a Llama: grouped queries, llama3 rotary scaling, an untied head, 512 ids; 700 kB."""
-    return _write(path, _changed(LLAMA_CONFIG, overrides), seed, tokenizer)
+    return tiny_model(path, "llama", seed=seed, tokenizer=tokenizer, **overrides)
 
 
 def tiny_qwen3(path: Path, *, seed: int = 0, tokenizer: bool = True, **overrides: Any) -> Path:
     """Writes a Qwen3: one KV head, norms on q and k, a tied head, 512 ids; 500 kB."""
-    return _write(path, _changed(QWEN3_CONFIG, overrides), seed, tokenizer)
+    return tiny_model(path, "qwen3", seed=seed, tokenizer=tokenizer, **overrides)
 
 
 def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Returns the float32 tensors under Hugging Face's names, large enough that greedy output varies.
 
-    A tensor depends on the seed, its name and its shape alone.
+    A tensor depends on the seed, its name and its shape alone, and on whether the model's norms multiply by 1 + weight.
     """
-    D, F = config["hidden_size"], config["intermediate_size"]
-    V, H = config["vocab_size"], config["head_dim"]
-    N, K = config["num_attention_heads"], config["num_key_value_heads"]
+    D, V, kind = config["hidden_size"], config["vocab_size"], config["model_type"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
     for i in range(config["num_hidden_layers"]):
-        at = f"model.layers.{i}"
-        shapes[f"{at}.input_layernorm.weight"] = shapes[f"{at}.post_attention_layernorm.weight"] = (D,)
-        for name, rows, columns in (("q", N * H, D), ("k", K * H, D), ("v", K * H, D), ("o", D, N * H)):
-            shapes[f"{at}.self_attn.{name}_proj.weight"] = (rows, columns)
-            if config.get("attention_bias"):
-                shapes[f"{at}.self_attn.{name}_proj.bias"] = (rows,)
-        if config["model_type"] == "qwen3":
-            shapes[f"{at}.self_attn.q_norm.weight"] = shapes[f"{at}.self_attn.k_norm.weight"] = (H,)
-        for name, rows, columns in (("gate", F, D), ("up", F, D), ("down", D, F)):
-            shapes[f"{at}.mlp.{name}_proj.weight"] = (rows, columns)
-            if config.get("mlp_bias"):
-                shapes[f"{at}.mlp.{name}_proj.bias"] = (rows,)
-    return {name: _draw(name, shape, seed) for name, shape in shapes.items()}
+        layer = _attention_shapes(config) | (_experts_shapes if _is_sparse(config, i) else _mlp_shapes)(config)
+        norms = ["post_attention_layernorm"]
+        if kind != "olmo2":
+            norms.append("input_layernorm")
+        if kind in ("olmo2", "gemma2", "gemma3_text"):
+            norms.append("post_feedforward_layernorm")
+        if kind in ("gemma2", "gemma3_text"):
+            norms.append("pre_feedforward_layernorm")
+        layer |= {f"{name}.weight": (D,) for name in norms}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    weights = {name: _draw(name, shape, seed) for name, shape in shapes.items()}
+    if kind in ("gemma2", "gemma3_text"):  # which scale what they embed, and add 1 to what they norm by
+        weights["model.embed_tokens.weight"] /= np.sqrt(D)
+        weights["model.norm.weight"] *= np.sqrt(D)
+        weights = {name: value - ("norm" in name) for name, value in weights.items()}
+    return {name: value.astype(np.float32) for name, value in weights.items()}
+
+
+def _attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    D, N, K = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    H, kind = config.get("head_dim") or D // N, config["model_type"]
+    shapes: dict[str, tuple[int, ...]] = {"self_attn.o_proj.weight": (D, N * H)}
+    if kind == "phi3":
+        return shapes | {"self_attn.qkv_proj.weight": ((N + 2 * K) * H, D)}
+    for name, rows in (("q", N * H), ("k", K * H), ("v", K * H)):
+        shapes[f"self_attn.{name}_proj.weight"] = (rows, D)
+        if config.get("attention_bias") or kind == "qwen2":
+            shapes[f"self_attn.{name}_proj.bias"] = (rows,)
+    if config.get("attention_bias"):
+        shapes["self_attn.o_proj.bias"] = (D,)
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+        shapes |= {"self_attn.q_norm.weight": (H,), "self_attn.k_norm.weight": (H,)}
+    if kind == "olmo2":
+        shapes |= {"self_attn.q_norm.weight": (N * H,), "self_attn.k_norm.weight": (K * H,)}
+    return shapes
+
+
+def _mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    D, F = config["hidden_size"], config["intermediate_size"]
+    if config["model_type"] == "phi3":
+        return {"mlp.gate_up_proj.weight": (2 * F, D), "mlp.down_proj.weight": (D, F)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns in (("gate", F, D), ("up", F, D), ("down", D, F)):
+        shapes[f"mlp.{name}_proj.weight"] = (rows, columns)
+        if config.get("mlp_bias"):
+            shapes[f"mlp.{name}_proj.bias"] = (rows,)
+    return shapes
+
+
+def _is_sparse(config: dict[str, Any], layer: int) -> bool:
+    return ("num_experts" in config or "num_local_experts" in config) and layer not in config.get("mlp_only_layers", ())
+
+
+def _experts_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    D, mixtral = config["hidden_size"], config["model_type"] == "mixtral"
+    F = config["intermediate_size" if mixtral else "moe_intermediate_size"]
+    E = config["num_local_experts" if mixtral else "num_experts"]
+    at, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    shapes = {f"{at}.gate.weight": (E, D)}
+    for i in range(E):
+        shapes |= {f"{at}.experts.{i}.{name}.weight": (F, D) for name in names[:2]}
+        shapes[f"{at}.experts.{i}.{names[2]}.weight"] = (D, F)
+    return shapes
 
 
 def write_tokenizer(folder: Path):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from jaxvllm.bench.kernel import lower_attend
 from jaxvllm.bench.schedule import Case
 
-HEADS = {"8:1": (64, 8), "4:1": (32, 8), "1:1": (16, 16)}
+HEADS = {"8:1": (64, 8), "4:1": (32, 8), "1:1": (8, 8)}
 HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float32")

@@ -8,6 +8,7 @@ compiler's own schedule; bandwidth, peak and clock are published figures (`jaxvl
 since copies and products overlap, a step's copies under the products of the step before.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +21,8 @@ from jaxvllm.kernels import kv_cache, paged_attention, tpu_tiles
 
 WORKLOADS = {"nano": (256, 100, 1024), "long": (16, 32768, 32768)}  # sequences, shortest, longest
 HEADS = {"Qwen3-0.6B": (16, 8, 128), "Qwen3-8B": (32, 8, 128), "Qwen3-8B/4": (8, 2, 128), "Qwen3-8B/8": (4, 1, 128)}
+
+_JAX_QUERIES = 32  # in a tile of JAX's kernel, where its table has no entry
 
 
 def context_lens(workload: str, seed: int = 0) -> list[int]:
@@ -46,24 +49,29 @@ def shape_of(case: Case) -> tpu_tiles.Shape:
     )
 
 
-def lower_attend(case: Case) -> jax.stages.Lowered:
-    """Lowers `attend` of a case for its chip, which need not be here."""
+def _array(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    def array(*shape: int, dtype="int32"):
-        return jax.ShapeDtypeStruct(shape, dtype)
+
+def our_attend(case: Case) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """Returns `attend` for a case, with the tiles of its chip, and what it takes."""
 
     def attend(q, pool, *integers):
-        decode_only = case.kernel == "decode"
+        decode_only, backend = case.kernel == "decode", f"tpu:{case.chip}"
         return paged_attention.attend(
-            q, pool, *integers, scale=case.head_dim**-0.5, decode_only=decode_only, backend="tpu"
+            q, pool, *integers, scale=case.head_dim**-0.5, decode_only=decode_only, backend=backend
         )
 
     pool = kv_cache.pool_shape(4096, case.num_kv_heads, case.block_size, case.head_dim, "tpu")
     S, T, M = case.num_seqs, case.num_tokens, shape_of(case).blocks_per_seq
-    q = array(T, case.num_heads, case.head_dim, dtype=case.dtype)
-    return lower_for(
-        case.chip, attend, q, array(*pool, dtype=case.dtype), array(S, M), array(S), array(S + 1), array(1)
-    )
+    q = _array(T, case.num_heads, case.head_dim, dtype=case.dtype)
+    return attend, [q, _array(*pool, dtype=case.dtype), _array(S, M), _array(S), _array(S + 1), _array(1)]
+
+
+def lower_attend(case: Case) -> jax.stages.Lowered:
+    """Lowers `attend` of a case for its chip, which need not be here."""
+    attend, arguments = our_attend(case)
+    return lower_for(case.chip, attend, *arguments)
 
 
 @dataclass(kw_only=True)
@@ -83,7 +91,7 @@ class Trips:
 def count_decode(lens: list[int], case: Case) -> Trips:
     """Walks the loops of `tpu_decode` over a batch, as the kernel does."""
     shape = shape_of(case)
-    tiles = tpu_tiles.decode_tiles(shape)
+    tiles = tpu_tiles.decode_tiles(shape, case.chip)
     P, W, C, CC, grain = shape.block_size, tiles.seqs, tiles.chunk, tiles.sub_chunk, tiles.grain
     row_bytes = shape.num_kv_heads * shape.row_width * shape.itemsize
     live_row_bytes = 2 * case.num_kv_heads * case.head_dim * shape.itemsize
@@ -143,33 +151,75 @@ def count_jax_decode(lens: list[int], case: Case) -> int:
     return row_bytes * sum(-(-n // step) * step for n in lens) + io_bytes
 
 
-def lower_jax_attend(case: Case) -> jax.stages.Lowered:
-    """Lowers JAX's own kernel for the same case, with the tiles of its table."""
-    from jax.experimental.pallas.ops.tpu import ragged_paged_attention as theirs
+def count_prefill(case: Case) -> int:
+    """Bytes of keys and values that `tpu_ragged` moves for one prompt: a tile of queries reads what it sees."""
+    shape = shape_of(case)
+    Q = tpu_tiles.ragged_tiles(shape, case.chip).queries
+    seen = sum(min(first + Q, case.num_tokens) for first in range(0, case.num_tokens, Q))
+    return seen * shape.num_kv_heads * shape.row_width * shape.itemsize
 
-    def array(*shape: int, dtype="int32"):
-        return jax.ShapeDtypeStruct(shape, dtype)
+
+def count_jax_prefill(case: Case) -> int:
+    """Bytes that JAX's own kernel moves for one prompt: every tile of 32 queries reads the whole context."""
+    itemsize, step = jnp.dtype(case.dtype).itemsize, jax_tokens_per_block(case)
+    row_bytes = 2 * case.num_kv_heads * case.head_dim * itemsize
+    return -(-case.num_tokens // _JAX_QUERIES) * -(-case.num_tokens // step) * step * row_bytes
+
+
+def jax_attend(case: Case) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """Returns JAX's own kernel for the same case, with the tiles of its table, and what it takes."""
+    from jax.experimental.pallas.ops.tpu import ragged_paged_attention as theirs
 
     def attend(*arguments):
         return theirs.ragged_paged_attention(
             *arguments,
             sm_scale=case.head_dim**-0.5,
             num_kv_pages_per_block=jax_tokens_per_block(case) // case.block_size,
-            num_queries_per_block=min(case.num_tokens, 32),
-            vmem_limit_bytes=64 << 20,
+            num_queries_per_block=min(case.num_tokens, _JAX_QUERIES),
+            vmem_limit_bytes=100 << 20,  # its default tiles take 65 MiB of long contexts
         )
 
     S, T, M = case.num_seqs, case.num_tokens, shape_of(case).blocks_per_seq
-    q = array(T, case.num_heads, case.head_dim, dtype=case.dtype)
-    pages = array(4096, case.block_size, 2 * case.num_kv_heads, case.head_dim, dtype=case.dtype)
-    return lower_for(case.chip, attend, q, pages, array(S), array(S, M), array(S + 1), array(1))
+    q = _array(T, case.num_heads, case.head_dim, dtype=case.dtype)
+    pages = _array(4096, case.block_size, 2 * case.num_kv_heads, case.head_dim, dtype=case.dtype)
+    return attend, [q, pages, _array(S), _array(S, M), _array(S + 1), _array(1)]
+
+
+def prefill_cycles(regions: list[Region], case: Case) -> dict[str, float]:
+    """Returns a core's cycles of a whole prompt by the schedule, and those of a head's fold inside and at an edge.
+
+    The last two regions with products are one turn of the fold over whole chunks, `heads_at_once` heads of it, and
+    one over a masked sub-chunk. Loops without products: copies; turning and clearing a small tile, a large one;
+    turning back a small one, a large one. Heads that are turned at once are no loop, and stand in the step's own
+    regions, which is too often.
+    """
+    shape = shape_of(case)
+    tiles = tpu_tiles.ragged_tiles(shape, case.chip)
+    K, N = (heads // tiles.head_groups for heads in (shape.num_kv_heads, shape.num_heads))  # of a core
+    Q, C = tiles.queries, tiles.chunk
+    inside, masked = (r.bundles for r in [r for r in regions if r.mxu][-2:])
+    inside /= min(tiles.heads_at_once, K)
+    starts = range(0, case.num_tokens, Q)
+    whole = sum(first // C for first in starts)
+    edges = sum(-(-(first % C + Q) // tiles.sub_chunk) for first in starts)
+    loops = [r.bundles for r in regions if r.depth == 2 and r.begins_loop and not r.mxu and r.bundles > 1]
+    turns = N // min(N, shape.sublanes)
+    tile = K * loops[-1] if turns == 1 else turns * (loops[-4] + loops[-1]) + K * loops[-3]
+    steps = whole + len(starts)
+    step = sum(r.bundles for r in regions if r.depth == 1 and not r.mxu)
+    return {
+        "whole_fold": inside,
+        "edge_fold": masked,
+        "tile": tile,
+        "all": K * (whole * inside + edges * masked) + len(starts) * tile + steps * step,
+    }
 
 
 def prefill_report(chip: str, heads: tuple[int, int, int], num_tokens: int, block_size: int) -> dict:
     """Counts one prompt of `num_tokens`, one layer: products by the schedule against the matrix units' floor.
 
     The floor is rows through weights: a unit of width w takes tiles of w by w, `mxu_rows_per_cycle` rows a cycle,
-    and half of a 256-wide unit stands idle where a head has 128 numbers. Of the last chunk nothing is skipped.
+    and half of a 256-wide unit stands idle where a head has 128 numbers. The floor of all counts causal halves.
     """
     N, K, H = heads
     case = Case(
@@ -177,37 +227,30 @@ def prefill_report(chip: str, heads: tuple[int, int, int], num_tokens: int, bloc
         max_context=num_tokens, num_seqs=16, num_tokens=num_tokens,
     )  # fmt: skip
     shape, facts = shape_of(case), find_chip(chip)
-    tiles = tpu_tiles.ragged_tiles(shape)
+    tiles = tpu_tiles.ragged_tiles(shape, chip)
     Q, C, rows = tiles.queries, tiles.chunk, tiles.queries * shape.group
     regions, compile_s = read_schedule(case)
-    inside, masked = (r.bundles for r in [r for r in regions if r.mxu][-2:])
-    starts = range(0, num_tokens, Q)
-    chunks = [(-(-(first + Q) // C), first // C) for first in starts]  # all, and those without masks
-    fold_cycles = K * sum((total - plain) * masked + plain * inside for total, plain in chunks)
-    # loops without products: copies; turning and clearing a small tile, a large one; turning back a small, a large.
-    # Heads that are turned at once are no loop, and stand in the step's own regions, which is too often.
-    loops = [r.bundles for r in regions if r.depth == 2 and r.begins_loop and not r.mxu]
-    turns = shape.num_heads // min(shape.num_heads, shape.sublanes)
-    tile_cycles = K * loops[-1] if turns == 1 else turns * (loops[-4] + loops[-1]) + K * loops[-3]
-    step_cycles = sum(r.bundles for r in regions if r.depth == 1)
-    cycles = fold_cycles + len(starts) * tile_cycles + sum(total for total, _ in chunks) * step_cycles
+    cycles = prefill_cycles(regions, case)
     width = facts.mxu_width
-    weight_tiles = 2 * -(-C // width) * -(-shape.lanes // width)
-    floor = rows * weight_tiles / facts.mxu_rows_per_cycle / facts.mxus
-    kv_bytes = sum(total for total, _ in chunks) * C * K * shape.row_width * shape.itemsize
+    weight_tiles = 2 * (C / width) * -(-shape.lanes // width)
+    floor = rows * weight_tiles / facts.mxu_rows_per_cycle / (facts.mxus / facts.cores)  # of a head, on one core
+    seen = sum(first + (Q + 1) / 2 for first in range(0, num_tokens, Q))  # tokens, on average by a tile's rows
+    kv_bytes = count_prefill(case)
     copy_s = kv_bytes / facts.hbm_bytes_per_s
     return {
         "tile": (Q, C),
-        "fold_cycles": inside,
-        "masked_cycles": masked,
+        "fold_cycles": cycles["whole_fold"],
+        "edge_cycles": cycles["edge_fold"],
         "mxu_floor_cycles": floor,
-        "over_floor": inside / floor,
-        "peak_floor_cycles": 4 * rows * C * H / facts.flops_per_s * facts.clock_hz,
-        "cycles": cycles,
-        "tile_cycles": tile_cycles,
-        "all_over_floor": cycles / (K * floor * sum(total for total, _ in chunks)),
-        "copy_over_products": copy_s / (cycles / facts.clock_hz / facts.cores),
+        "fold_over_floor": cycles["whole_fold"] / floor,
+        "peak_floor_cycles": 4 * rows * C * H / (facts.flops_per_s / facts.cores) * facts.clock_hz,
+        "tile_cycles": cycles["tile"],
+        "cycles": cycles["all"],
+        "all_over_floor": cycles["all"] / (K // tiles.head_groups * floor * seen / C),
+        "copy_over_products": copy_s / (cycles["all"] / facts.clock_hz),
+        "flops": 4 * N * H * num_tokens * (num_tokens + 1) // 2,
         "bytes_moved": kv_bytes,
+        "jax_bytes_moved": count_jax_prefill(case),
         "compile_s": compile_s,
     }
 
@@ -224,10 +267,9 @@ def decode_report(chip: str, heads: tuple[int, int, int], workload: str, block_s
     regions, compile_s = read_schedule(case)
     cycles, (inside, boundary) = decode_cycles(regions, trips)
     moved = trips.kv_bytes + trips.io_bytes
-    copy_s, compute_s = moved / facts.hbm_bytes_per_s, cycles / facts.cores / facts.clock_hz
-    CC = tpu_tiles.decode_tiles(shape_of(case)).sub_chunk
-    W = tpu_tiles.decode_tiles(shape_of(case)).seqs
-    sub_bytes = W * CC * 2 * K * H * jnp.dtype(case.dtype).itemsize
+    copy_s, compute_s = moved / facts.hbm_bytes_per_s, cycles / facts.clock_hz
+    tiles = tpu_tiles.decode_tiles(shape_of(case), chip)
+    sub_bytes = tiles.seqs * tiles.sub_chunk * 2 * K * H * jnp.dtype(case.dtype).itemsize
     sub_copy_cycles = sub_bytes / facts.hbm_bytes_per_s * facts.clock_hz
     return {
         "bytes_moved": moved,

@@ -5,8 +5,10 @@ import click
 from jaxvllm.cli.bench import bench
 from jaxvllm.cli.chat import chat
 from jaxvllm.cli.compile import compile_command
+from jaxvllm.cli.convert import convert
 from jaxvllm.cli.demo import demo
 from jaxvllm.cli.generate import generate
+from jaxvllm.cli.info import info
 
 
 class _Group(click.Group):
@@ -30,5 +32,5 @@ def main(debug: bool):
     """Generate text with a language model on a TPU, a GPU or the CPU."""
 
 
-for command in (generate, chat, demo, bench, compile_command):
+for command in (generate, chat, demo, convert, info, bench, compile_command):
     main.add_command(command)

@@ -2,10 +2,16 @@
 
 import click
 
+from jaxvllm.cli.bench_engine import COMMANDS
+
 
 @click.group()
 def bench():
-    """Measure, count and predict."""
+    """Measure, count and predict. Each prints a table and, as its last line, the same as JSON."""
+
+
+for command in COMMANDS:
+    bench.add_command(command)
 
 
 @bench.command()
@@ -36,3 +42,20 @@ def kernel(chip: str, model: str, workload: str, block_size: int, prefill_tokens
         for key, value in report.items():
             shown = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
             click.echo(f"  {key:24} {shown}")
+
+
+@bench.command()
+@click.option("--tokens", "token_counts", multiple=True, default=(8, 256), show_default=True, help="Tokens of a step.")
+@click.option("--experts", "num_experts", default=64, show_default=True)
+@click.option("--per-token", default=8, show_default=True, help="Experts that a token goes through.")
+@click.option("--hidden-size", default=512, show_default=True)
+@click.option("--intermediate-size", default=256, show_default=True, help="Of each expert.")
+@click.option("--dtype", default="bfloat16", show_default=True)
+def experts(token_counts: tuple[int, ...], num_experts: int, per_token: int, dtype: str, **sizes: int):
+    """Time the forms of a mixture of experts on this machine's default device."""
+    from jaxvllm.bench.experts import time_forms
+
+    for num_tokens in token_counts:
+        click.echo(f"{num_tokens} tokens to {per_token} of {num_experts} experts, {dtype}")
+        for name, seconds in time_forms(num_tokens, num_experts=num_experts, per_token=per_token, dtype=dtype, **sizes):
+            click.echo(f"  {name:12} {1e3 * seconds:8.1f} ms")

@@ -8,8 +8,8 @@ _MIB = 2**20
 
 
 @click.command(name="compile")
-@click.option("--chip", required=True, help="v5e-1, v5p-1, v6e-1 or tpu7x-1; it need not be here.")
-@click.option("--model", required=True, type=click.Path(path_type=Path), help="A folder with a config.json.")
+@click.option("--chip", required=True, help="v5e-1, v5p-1, v6e-1, v6e-4, tpu7x-1, h100-1, h200-1, h100-4, ...")
+@click.option("--model", required=True, type=click.Path(path_type=Path), help="A config.json, or a folder with one.")
 @click.option("--block-size", default=64, help="Tokens per KV-cache block.")
 @click.option("--max-num-seqs", default=256, help="Sequences per step.")
 @click.option("--max-num-batched-tokens", default=4096, help="Tokens per step.")
@@ -17,9 +17,10 @@ _MIB = 2**20
 def compile_command(
     chip: str, model: Path, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ):
-    """Compile a model's whole steps for a TPU that is not here, and report the memory they take.
+    """Compile a model's whole steps for chips that are not here, and report the memory they take on each.
 
-    No weights are needed. With JAX_COMPILATION_CACHE_DIR set, what is compiled is kept there.
+    No weights are needed. Several chips share the heads and the weights.
+    With JAX_COMPILATION_CACHE_DIR set, what is compiled is kept there.
     """
     from jaxvllm.compile import compile_steps
     from jaxvllm.config import EngineConfig
@@ -31,10 +32,11 @@ def compile_command(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
     )
-    for step in compile_steps(chip, model, config):
+    for step in compile_steps(chip, model.parent if model.name == "config.json" else model, config):
         cache = "aliased" if step.alias_bytes == step.pool_bytes else f"{step.alias_bytes // _MIB:,} MiB aliased"
         click.echo(
-            f"{step.name}: compiled in {step.compile_s:.1f} s; arguments {step.argument_bytes // _MIB:,} MiB "
+            f"{step.name}, attention {step.backend}: compiled in {step.compile_s:.1f} s; "
+            f"arguments {step.argument_bytes // _MIB:,} MiB "
             f"(cache {step.pool_bytes // _MIB:,} MiB, {cache}), temporaries {step.temp_bytes // _MIB:,} MiB: "
             f"{'fits' if step.fits else 'does not fit'} {step.hbm_bytes // _MIB:,} MiB"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from jaxvllm.config import AttentionBackend, Dtype, EngineConfig, read_preset
+from jaxvllm.config import AttentionBackend, Dtype, EngineConfig, Quantization, read_preset
 from jaxvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ _ENGINE_OPTIONS = [
         help="A TOML file of engine options, such as those in configs/; options given beside it win.",
     ),
     _engine_option("--dtype", click.Choice(get_args(Dtype)), "Of weights, activations and cache."),
+    _engine_option("--quantization", click.Choice(get_args(Quantization)), "Of the layers' weights."),
     _engine_option("--max-model-len", int, "Most tokens per sequence, prompt and completion."),
     _engine_option("--max-num-seqs", int, "Most sequences per step."),
     _engine_option("--max-num-batched-tokens", int, "Most tokens per step."),
@@ -67,6 +68,7 @@ _ENGINE_OPTIONS = [
     _engine_option("--seq-buckets", _Buckets(), "Padded sequence counts of decode; none: automatic."),
     _engine_option("--block-buckets", _Buckets(), "Padded blocks per sequence; none: automatic."),
     _engine_option("--seed", int, "Of the requests that give none."),
+    _engine_option("--async-scheduling", bool, "Schedule and dispatch a step while the device runs the one before."),
     _engine_option("--forbid-recompile", bool, "Fail when a step compiles after the warm-up."),
     click.option(
         "--enforce-eager/--warm-up",
@@ -91,6 +93,13 @@ def _sampling_options(max_tokens: int) -> list[Callable]:
 
 
 _SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")
+
+
+def engine_options(function: Callable) -> Callable:
+    """Decorates a command with the options of the engine; they arrive as keyword arguments."""
+    for option in reversed(_ENGINE_OPTIONS):
+        function = option(function)
+    return function
 
 
 def engine_and_sampling_options(max_tokens: int) -> Callable[[Callable], Callable]:

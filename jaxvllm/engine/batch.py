@@ -5,7 +5,10 @@ find a field by `packed_fields(bucket)`: the host fills views into the buffer, t
 in `model_runner.py`). A buffer is new for every step: on the CPU jax may read it in place while the step runs.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+import math
+import struct
+from collections.abc import Collection, Iterable
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -16,7 +19,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.engine.sequence import Sequence
 
 MAX_BANNED_IDS = 16  # end ids and stop ids that a request with min_tokens may have
-_TOKENS_PER_PREFILL_SEQ = 16  # a prefill bucket of T tokens holds T / 16 sequences: its head runs on few padded rows
+_TOKENS_PER_PREFILL_SEQ = 8  # a prefill bucket of T tokens holds T / 8 sequences: its head runs on few padded rows
 
 
 class Bucket(NamedTuple):
@@ -36,40 +39,103 @@ class Field(NamedTuple):
     dtype: type[np.generic]
 
 
-def make_buckets(config: EngineConfig) -> list[Bucket]:
-    """Every step shape an engine can need: one per decode batch size, one per prefill size, times M."""
+class Rows(NamedTuple):
+    """What one program runs: of each of its sequences, `num_new` tokens from position `starts` on."""
+
+    seqs: list[Sequence]
+    starts: Int32[np.ndarray, " n"]
+    num_new: Int32[np.ndarray, " n"]
+    id_rows: Int32[np.ndarray, " n"]  # where each sampled id goes, among the ids of the whole step
+
+
+def make_buckets(config: EngineConfig, prefill_limit: int | None = None) -> list[Bucket]:
+    """Every step shape an engine can need: one per decode batch size, one per prefill size, times M.
+
+    A prefill of more than `prefill_limit` tokens runs in pieces: see `split_rows`. None is no limit.
+    """
     seq_buckets = config.resolved_seq_buckets()
-    token_buckets = config.resolved_token_buckets()
+    token_buckets = config.resolved_token_buckets(prefill_limit)
     most_seqs = seq_buckets[-1]
+    runs_whole = token_buckets[-1] >= config.max_num_batched_tokens
     buckets = []
     for num_blocks in config.resolved_block_buckets():
         buckets += [Bucket(s, s, num_blocks, True) for s in seq_buckets]
         for num_tokens in token_buckets:
             wanted = max(1, num_tokens // _TOKENS_PER_PREFILL_SEQ)
-            num_seqs = most_seqs if num_tokens == token_buckets[-1] else _round_up(wanted, seq_buckets)
+            is_last = num_tokens == token_buckets[-1] and runs_whole
+            num_seqs = most_seqs if is_last else _round_up(wanted, seq_buckets)
             buckets.append(Bucket(num_tokens, num_seqs, num_blocks, False))
     return buckets
 
 
-def choose_bucket(buckets: Iterable[Bucket], seqs: list[Sequence], is_prefill: bool) -> Bucket:
-    """Returns the smallest bucket that holds the step."""
-    num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-    num_blocks = max(len(seq.block_table) for seq in seqs)
+def scheduled_rows(seqs: list[Sequence]) -> Rows:
+    """What the scheduler chose, as one piece."""
+    n = len(seqs)
+    return Rows(
+        seqs,
+        np.fromiter([seq.num_cached_tokens for seq in seqs], np.int32, n),
+        np.fromiter([seq.num_scheduled_tokens for seq in seqs], np.int32, n),
+        np.arange(n, dtype=np.int32),
+    )
+
+
+def split_rows(rows: Rows, buckets: Iterable[Bucket]) -> list[tuple[Rows, bool]]:
+    """Cuts a prefill into pieces that buckets hold, to be run in order; says of each whether it runs as a decode.
+
+    A sequence may be cut: its next piece attends over the cache, as a chunk of a long prompt does, and the id that
+    counts is that of its last piece. Where most sequences have one new token (the rest of a cached prompt), those run
+    as a decode does, without a prefill's padding.
+    """
+    prefill = max(bucket for bucket in buckets if not bucket.decode_only)
+    is_single = rows.num_new == 1
+    if 2 * np.count_nonzero(is_single) > len(rows.seqs):
+        singles = [(_take(rows, np.flatnonzero(is_single)), True)]
+        rest = np.flatnonzero(~is_single)
+        return singles + (split_rows(_take(rows, rest), buckets) if len(rest) else [])
+    ends = np.cumsum(rows.num_new)
+    if ends[-1] <= prefill.num_tokens and len(rows.seqs) <= prefill.num_seqs:
+        return [(rows, False)]
+    pieces = []
+    begin, first = 0, 0  # the next token, among all of the step, and its sequence
+    while begin < ends[-1]:
+        end = min(begin + prefill.num_tokens, int(ends[-1]))
+        last = min(int(np.searchsorted(ends, end)), first + prefill.num_seqs - 1)
+        end = min(end, int(ends[last]))
+        chosen = np.arange(first, last + 1)
+        before = np.maximum(begin - (ends - rows.num_new)[chosen], 0)  # tokens of the sequence in earlier pieces
+        until = np.minimum(end, ends[chosen]) - (ends - rows.num_new)[chosen]
+        piece = _take(rows, chosen)
+        starts, num_new = piece.starts + before, until - before
+        pieces.append((piece._replace(starts=starts.astype(np.int32), num_new=num_new.astype(np.int32)), False))
+        begin, first = end, last + (end == ends[last])
+    return pieces
+
+
+def _take(rows: Rows, chosen: np.ndarray) -> Rows:
+    seqs = [rows.seqs[i] for i in chosen.tolist()]
+    return Rows(seqs, rows.starts[chosen], rows.num_new[chosen], rows.id_rows[chosen])
+
+
+def choose_bucket(buckets: Iterable[Bucket], rows: Rows, decode_only: bool) -> Bucket:
+    """Returns the smallest bucket that holds the rows."""
+    num_tokens = int(rows.num_new.sum())
+    num_blocks = max([len(seq.block_table) for seq in rows.seqs])
     fitting = (
         bucket
         for bucket in buckets
-        if bucket.decode_only != is_prefill
+        if bucket.decode_only == decode_only
         and bucket.num_tokens >= num_tokens
-        and bucket.num_seqs >= len(seqs)
+        and bucket.num_seqs >= len(rows.seqs)
         and bucket.num_blocks >= num_blocks
     )
     bucket = min(fitting, default=None)
-    assert bucket is not None, f"no bucket holds {num_tokens} tokens of {len(seqs)} sequences, {num_blocks} blocks"
+    assert bucket is not None, f"no bucket holds {num_tokens} tokens of {len(rows.seqs)} sequences, {num_blocks} blocks"
     return bucket
 
 
+@cache  # as many as there are buckets
 def packed_fields(bucket: Bucket) -> tuple[dict[str, Field], int]:
-    """Returns the fields of a step's buffer and its length in int32 words."""
+    """Returns the fields of a step's buffer and its length in int32 words; not to be changed."""
     T, S, M = bucket.num_tokens, bucket.num_seqs, bucket.num_blocks
     shapes: list[tuple[str, tuple[int, ...], type[np.generic]]] = [
         ("token_ids", (T,), np.int32),
@@ -79,6 +145,8 @@ def packed_fields(bucket: Bucket) -> tuple[dict[str, Field], int]:
         ("context_lens", (S,), np.int32),
         ("cu_seqlens_q", (S + 1,), np.int32),
         ("num_seqs", (1,), np.int32),
+        ("id_rows", (S,), np.int32),  # where the sampled ids go, in the step's array of ids; padding: past its end
+        ("pending_rows", (S if bucket.decode_only else 0,), np.int32),  # of the tokens without an id yet
         ("temperature", (S,), np.float32),
         ("top_k", (S,), np.int32),
         ("top_p", (S,), np.float32),
@@ -89,78 +157,100 @@ def packed_fields(bucket: Bucket) -> tuple[dict[str, Field], int]:
     fields, offset = {}, 0
     for name, shape, dtype in shapes:
         fields[name] = Field(offset, shape, dtype)
-        offset += int(np.prod(shape))
+        offset += math.prod(shape)
     return fields, offset
 
 
 def pack_step(
-    seqs: list[Sequence], bucket: Bucket, *, num_slots: int, vocab_size: int, eos: Collection[int]
+    rows: Rows, bucket: Bucket, *, num_slots: int, num_ids: int, vocab_size: int, eos: Collection[int]
 ) -> Int32[np.ndarray, " words"]:
-    """Builds the packed buffer of one step.
+    """Builds the packed buffer of one program.
 
-    `num_slots` is block_size times the blocks of the pool: the padding slot, one past the last. `vocab_size` pads
-    the banned ids, out of the logits' range.
+    `num_slots` is block_size times the blocks of the pool: the padding slot, one past the last. `num_ids` is the
+    length of a step's array of ids, and pads its rows; `vocab_size` pads the banned ids.
     """
     fields, length = packed_fields(bucket)
     buffer = np.zeros(length, np.int32)
     views = {name: _view(buffer, field) for name, field in fields.items()}
-    _fill_tokens(views, seqs, num_slots)
-    _fill_sampling(views, seqs, vocab_size, eos)
+    _fill_tokens(views, rows, num_slots)
+    _fill_ids(views, rows, bucket, num_ids)
+    _fill_sampling(views, rows.seqs, vocab_size, eos)
     return buffer
 
 
-def _fill_tokens(views: dict[str, np.ndarray], seqs: list[Sequence], num_slots: int):
+def _fill_tokens(views: dict[str, np.ndarray], rows: Rows, num_slots: int):
+    seqs, starts, num_new, _ = rows
     n = len(seqs)
     block_size = seqs[0].block_size
-    starts = np.fromiter((seq.num_cached_tokens for seq in seqs), np.int32, n)
-    lens = np.fromiter((seq.num_scheduled_tokens for seq in seqs), np.int32, n)
     tables = views["block_tables"]
-    for row, seq in enumerate(seqs):
-        tables[row, : len(seq.block_table)] = seq.block_table
+    _fill_tables(tables, [seq.block_table for seq in seqs])
 
-    views["context_lens"][:n] = starts + lens
+    views["context_lens"][:n] = starts + num_new
     cu_seqlens_q = views["cu_seqlens_q"]
-    np.cumsum(lens, out=cu_seqlens_q[1 : n + 1])
+    np.cumsum(num_new, out=cu_seqlens_q[1 : n + 1])
     cu_seqlens_q[n + 1 :] = cu_seqlens_q[n]
     views["num_seqs"][0] = n
 
     num_tokens = int(cu_seqlens_q[n])
-    views["token_ids"][:num_tokens] = np.fromiter(_new_tokens(seqs), np.int32, num_tokens)
-    rows = np.repeat(np.arange(n, dtype=np.int32), lens)
-    positions = np.arange(num_tokens, dtype=np.int32) + (starts - cu_seqlens_q[:n])[rows]
+    if num_tokens == n:
+        seq_of = np.arange(n)
+        positions = starts
+        token_ids = [
+            0 if seq.num_pending_tokens else seq.token_ids[i] for seq, i in zip(seqs, starts.tolist(), strict=True)
+        ]
+    else:
+        seq_of = np.repeat(np.arange(n, dtype=np.int32), num_new)
+        positions = np.arange(num_tokens, dtype=np.int32) + (starts - cu_seqlens_q[:n])[seq_of]
+        pieces = zip(seqs, starts.tolist(), num_new.tolist(), strict=True)
+        token_ids = chain.from_iterable(seq.token_ids[start : start + count] for seq, start, count in pieces)
+    views["token_ids"][:num_tokens] = np.fromiter(token_ids, np.int32, num_tokens)
     views["positions"][:num_tokens] = positions
     slots = views["slot_mapping"]
-    slots[:num_tokens] = tables[rows, positions // block_size] * block_size + positions % block_size
+    slots[:num_tokens] = tables[seq_of, positions // block_size] * block_size + positions % block_size
     slots[num_tokens:] = num_slots  # never -1: JAX wraps it to the last slot even where writes out of range drop
 
 
-def _new_tokens(seqs: list[Sequence]) -> Iterator[int]:
-    """The step's token ids; a decoding sequence's is its last, without a slice."""
-    return chain.from_iterable(
-        seq.token_ids[seq.num_cached_tokens : seq.num_cached_tokens + seq.num_scheduled_tokens]
-        if seq.num_scheduled_tokens > 1
-        else (seq.token_ids[seq.num_cached_tokens],)
-        for seq in seqs
-    )
+def _fill_tables(tables: Int32[np.ndarray, "S M"], block_tables: list[list[int]]):
+    """Writes lists of unequal length into the rows of an array of zeros, in one pass over their elements."""
+    lens = np.fromiter(map(len, block_tables), np.int64, len(block_tables))
+    flat = np.fromiter(chain.from_iterable(block_tables), np.int32, int(lens.sum()))
+    width = int(lens.max())
+    used = tables[: len(block_tables), :width]
+    used[np.arange(width) < lens[:, None]] = flat
+
+
+def _fill_ids(views: dict[str, np.ndarray], rows: Rows, bucket: Bucket, num_ids: int):
+    n = len(rows.seqs)
+    views["id_rows"][:n] = rows.id_rows
+    views["id_rows"][n:] = num_ids
+    if bucket.decode_only:
+        sources = [seq.pending_row if seq.num_pending_tokens else num_ids for seq in rows.seqs]
+        views["pending_rows"][:n] = sources
+        views["pending_rows"][n:] = num_ids
 
 
 def _fill_sampling(views: dict[str, np.ndarray], seqs: list[Sequence], vocab_size: int, eos: Collection[int]):
     n = len(seqs)
-    params = [seq.sampling_params for seq in seqs]
-    views["temperature"][:n] = [p.temperature for p in params]
-    views["top_k"][:n] = [p.top_k for p in params]
-    views["top_p"][:] = 1
-    views["top_p"][:n] = [p.top_p for p in params]
-    views["min_p"][:n] = [p.min_p for p in params]
-    words = np.fromiter((seq.seed for seq in seqs), np.uint64, n)
-    views["seeds"][:n, 0] = words >> np.uint64(32)
-    views["seeds"][:n, 1] = words & np.uint64(0xFFFFFFFF)
+    packed = b"".join([seq.packed_sampling or _pack_sampling(seq) for seq in seqs])
+    words = np.frombuffer(packed, np.int32).reshape(n, -1)
+    views["top_p"][n:] = 1
+    for column, name in enumerate(("temperature", "top_k", "top_p", "min_p")):
+        views[name].view(np.int32)[:n] = words[:, column]
+    views["seeds"].view(np.int32)[:n] = words[:, 4:]
     banned = views["banned_token_ids"]
     banned[:] = vocab_size
     for row, seq in enumerate(seqs):
-        if seq.num_completion_tokens < seq.min_tokens:
+        if seq.min_tokens and seq.num_tokens - seq.num_prompt_tokens < seq.min_tokens:
             ids = banned_ids(seq.sampling_params.stop_token_ids, seq.ignore_eos, eos)
             banned[row, : len(ids)] = ids
+
+
+def _pack_sampling(seq: Sequence) -> bytes:
+    """What never changes of a request, in the words of the buffer; packed once, the first time that it runs."""
+    p = seq.sampling_params
+    options = struct.pack("=fiff", p.temperature, p.top_k, p.top_p, p.min_p)
+    seq.packed_sampling = options + struct.pack("=II", seq.seed >> 32, seq.seed & 0xFFFFFFFF)
+    return seq.packed_sampling
 
 
 def banned_ids(stop_token_ids: Iterable[int], ignore_eos: bool, eos: Collection[int]) -> list[int]:
@@ -169,7 +259,7 @@ def banned_ids(stop_token_ids: Iterable[int], ignore_eos: bool, eos: Collection[
 
 
 def _view(buffer: Int32[np.ndarray, " words"], field: Field) -> np.ndarray:
-    size = int(np.prod(field.shape))
+    size = math.prod(field.shape)
     return buffer[field.offset : field.offset + size].reshape(field.shape).view(field.dtype)
 
 

@@ -129,10 +129,14 @@ class BlockManager:
         start = seq.num_cached_tokens // self.block_size
         end = (seq.num_cached_tokens + seq.num_scheduled_tokens) // self.block_size
         for i in range(start, end):
-            block_id = seq.block_table[i]
-            chain_hash = self._chain_hash(seq, i)
-            self.blocks[block_id].update(chain_hash, seq.block(i))
-            self.hash_to_block_id[chain_hash] = block_id
+            self.hash_block(seq, i)
+
+    def hash_block(self, seq: Sequence, i: int):
+        """Enters its i-th block, which is full, into the prefix cache."""
+        block_id = seq.block_table[i]
+        chain_hash = self._chain_hash(seq, i)
+        self.blocks[block_id].update(chain_hash, seq.block(i))
+        self.hash_to_block_id[chain_hash] = block_id
 
     def forget_contents(self):
         """Empties the prefix cache; no block may be in use. Cost: the whole pool."""
@@ -159,7 +163,7 @@ class BlockManager:
             assert block.hash == chain_hash, f"block {block_id} is indexed under another hash"
             assert len(block.token_ids) == self.block_size, f"block {block_id} is indexed, not full"
         for seq in seqs:
-            for i in range(seq.num_cached_tokens // self.block_size):
+            for i in range((seq.num_cached_tokens - seq.num_pending_tokens) // self.block_size):
                 block = self.blocks[seq.block_table[i]]
                 place = f"block {block.block_id}, {i} of sequence {seq.seq_id}"
                 assert block.token_ids == seq.block(i), f"{place}: other tokens"

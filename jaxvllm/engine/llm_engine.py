@@ -1,17 +1,21 @@
 """The loop: schedule, run, postprocess. Token ids in, token ids out."""
 
 import dataclasses
+from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
+from jax import Array
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.batch import MAX_BANNED_IDS, banned_ids
 from jaxvllm.engine.compile_events import CompileCount, compile_count, enable_compilation_cache
+from jaxvllm.engine.host_times import HostTimes
 from jaxvllm.engine.model_runner import ModelRunner
-from jaxvllm.engine.scheduler import Scheduler
+from jaxvllm.engine.scheduler import Flight, Scheduler
 from jaxvllm.engine.sequence import Sequence
 from jaxvllm.models.loader import Checkpoint, load_model
 from jaxvllm.sampling_params import SamplingParams
@@ -29,6 +33,7 @@ class EngineStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     compiled: CompileCount = field(default_factory=CompileCount)
+    times: HostTimes = field(default_factory=HostTimes)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -44,6 +49,9 @@ class LLMEngine:
 
     What NanoVLLM's scheduler would answer with a crash or a hang is refused or capped in `make_sequence`, so that the
     scheduler decides exactly as NanoVLLM's on everything that reaches it.
+
+    With `async_scheduling` a step is scheduled and dispatched before the ids of the one before are read: at most one
+    step is under way when `step` returns. The tokens are the same; block decisions may lag by one step.
     """
 
     def __init__(
@@ -53,17 +61,20 @@ class LLMEngine:
         start = perf_counter()
         compiled_before = compile_count()
         enable_compilation_cache()
-        model_config, model = load_model(checkpoint, config.dtype)
+        model_config, model = load_model(checkpoint, config.dtype, quantization=config.quantization)
         config = dataclasses.replace(
             config,
             max_model_len=min(config.max_model_len, model_config.max_position_embeddings),
             eos=config.eos_ids | model_config.eos_token_ids | tokenizer_eos,
         )
+        model.max_len = config.max_model_len
         self.model_config = model_config
         self.model_runner = ModelRunner(config, model_config, model)
         self.config = dataclasses.replace(config, num_kvcache_blocks=self.model_runner.num_blocks)
         self.scheduler = Scheduler(self.config)
-        self.stats = EngineStats()
+        self.stats = EngineStats(times=self.model_runner.times)
+        self._under_way: tuple[Flight, Array] | None = None  # the step dispatched last and the ids it samples
+        self._busy_s_at_read = 0.0  # host work done when ids were last read
         self._sequences: dict[int, Sequence] = {}  # unfinished, by seq_id
         self._num_requests = 0
         self._compiled_before = compiled_before
@@ -108,27 +119,69 @@ class LLMEngine:
         return seq.seq_id
 
     def step(self) -> list[Sequence]:
-        """Schedules, runs and accounts for one step; returns the sequences that ended in it.
+        """Takes the ids of one step and accounts for them; returns the sequences that ended in it.
 
         There must be a request (`not is_finished()`). When running the step fails or is interrupted, no request
         is lost: all compute again from the next step on.
         """
         start = perf_counter()
-        seqs, is_prefill = self.scheduler.schedule()
-        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
-        num_known = sum(seq.num_tokens for seq in seqs)
-        try:
-            token_ids = self.model_runner.run(seqs, is_prefill)
-        except BaseException:
-            self.scheduler.restart(cache_lost=self.model_runner.restore_cache())
-            raise
-        self.scheduler.postprocess(seqs, token_ids, is_prefill)
-        num_new_tokens = sum(seq.num_tokens for seq in seqs) - num_known
-        finished = [seq for seq in seqs if seq.is_finished]
-        for seq in finished:
-            del self._sequences[seq.seq_id]
+        seqs, is_prefill, num_tokens, num_new_tokens = (
+            self._step_ahead() if self.config.async_scheduling else self._step_in_turn()
+        )
+        finished = [seq for seq in seqs if seq.is_finished and self._sequences.pop(seq.seq_id, None)]
         self._account(is_prefill, num_tokens, num_new_tokens, perf_counter() - start)
         return finished
+
+    def _step_in_turn(self) -> tuple[list[Sequence], bool, int, int]:
+        """Schedules, runs, postprocesses; returns the step and its numbers of tokens run and generated."""
+        times = self.stats.times
+        with times.phase("schedule"):
+            seqs, is_prefill = self.scheduler.schedule()
+        num_tokens = sum([seq.num_scheduled_tokens for seq in seqs])
+        num_known = sum([seq.num_tokens for seq in seqs])
+        with self._restart_on_failure():
+            token_ids = self.model_runner.run(seqs, is_prefill)
+        with times.phase("postprocess"):
+            self.scheduler.postprocess(seqs, token_ids, is_prefill)
+        return seqs, is_prefill, num_tokens, sum([seq.num_tokens for seq in seqs]) - num_known
+
+    def _step_ahead(self) -> tuple[list[Sequence], bool, int, int]:
+        """Dispatches the step after the one under way, then takes the ids of the latter."""
+        times = self.stats.times
+        if self._under_way is None or all(seq.is_finished for seq in self._under_way[0].seqs):
+            with times.phase("schedule"):
+                seqs, is_prefill = self.scheduler.schedule()
+            self._under_way = self._dispatch(seqs, is_prefill)
+            self._busy_s_at_read = times.busy_s  # nothing so far was hidden
+        flight, ids = self._under_way
+        with times.phase("schedule"):
+            ahead = self.scheduler.schedule_ahead()
+        following = None if ahead is None else self._dispatch(*ahead)
+        if not ids.is_ready():  # the device was busy all the while
+            times.hidden_host_s += times.busy_s - self._busy_s_at_read
+        with self._restart_on_failure():
+            token_ids = self.model_runner.read(ids, len(flight.seqs))
+        self._under_way, self._busy_s_at_read = following, times.busy_s
+        num_tokens = sum(flight.num_new)
+        num_known = sum([len(seq.token_ids) for seq in flight.seqs])
+        with times.phase("postprocess"):
+            self.scheduler.settle(flight, token_ids)
+        return flight.seqs, flight.is_prefill, num_tokens, sum([len(seq.token_ids) for seq in flight.seqs]) - num_known
+
+    def _dispatch(self, seqs: list[Sequence], is_prefill: bool) -> tuple[Flight, Array]:
+        with self._restart_on_failure():
+            ids = self.model_runner.dispatch(seqs, is_prefill)
+        with self.stats.times.phase("postprocess"):
+            return self.scheduler.advance(seqs, is_prefill), ids
+
+    @contextmanager
+    def _restart_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._under_way = None
+            self.scheduler.restart(cache_lost=self.model_runner.restore_cache())
+            raise
 
     def abort(self, seq_id: int) -> Sequence | None:
         """Ends a request and frees its blocks; returns its sequence, or None when it is not (or no longer) here."""

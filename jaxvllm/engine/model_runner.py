@@ -13,17 +13,33 @@ from jaxtyping import Array, Int32
 from tqdm.auto import tqdm
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.engine.batch import Bucket, choose_bucket, make_buckets, pack_step, packed_fields
+from jaxvllm.engine.batch import (
+    Bucket,
+    choose_bucket,
+    make_buckets,
+    pack_step,
+    packed_fields,
+    scheduled_rows,
+    split_rows,
+)
 from jaxvllm.engine.cache_size import choose_num_blocks
+from jaxvllm.engine.host_times import HostTimes
 from jaxvllm.engine.sequence import Sequence
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import AttentionBatch, AttentionForm, resolve_backend
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.sampler import SamplingBatch, sample
 
+# More rows than this gain nothing in a CPU's products, and their activations leave its caches: longer prefills run in
+# pieces, with less padding and fewer programs to compile.
+_CPU_PREFILL_TOKENS = 512
+
 
 class ModelRunner:
     """Runs steps on one device. Every step shape is a bucket, every bucket one program, compiled once.
+
+    The ids that a step samples stay on the device, in an array that is handed from program to program: a decode
+    dispatched before they are read takes its tokens from there.
 
     The pools of the KV cache are donated to each step and replaced by what it returns, so that they are updated in
     place; no other reference to them may be kept.
@@ -43,13 +59,16 @@ class ModelRunner:
             block_size=config.kvcache_block_size,
             dtype=model_config.dtype,
             compute_capability=getattr(device, "compute_capability", None),
+            device_kind=device.device_kind,
         )
         self.backend = resolve_backend(config.attention_backend, device.platform, form)
         self.model_config = model_config
         self._forbid_recompile = config.forbid_recompile
         self._warm = False
-        self._graphdef, self._params = nnx.split(model)
-        self._buckets = make_buckets(config)
+        self._graphdef, self.params = nnx.split(model)
+        self._buckets = make_buckets(config, _CPU_PREFILL_TOKENS if device.platform == "cpu" else None)
+        self._num_ids = max(bucket.num_seqs for bucket in self._buckets)
+        self.times = HostTimes()
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
 
         self._block_size = config.kvcache_block_size
@@ -60,6 +79,7 @@ class ModelRunner:
             self.num_blocks = choose_num_blocks(config, device, self._block_bytes(), self._largest_step_bytes)
         self._num_slots = self.num_blocks * self._block_size
         self._kv_cache = self._allocate_cache()
+        self._ids = self._no_ids()
 
     @property
     def num_programs(self) -> int:
@@ -72,13 +92,40 @@ class ModelRunner:
 
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
         """Runs one step over what the scheduler chose; returns one sampled token id per sequence."""
-        bucket = choose_bucket(self._buckets, seqs, is_prefill)
-        packed = pack_step(
-            seqs, bucket, num_slots=self._num_slots, vocab_size=self.model_config.vocab_size, eos=self._eos_ids
-        )
-        program = self._program(bucket)
-        token_ids, self._kv_cache = program(self._params, self._kv_cache, packed)
-        return np.asarray(token_ids)[: len(seqs)].tolist()
+        return self.read(self.dispatch(seqs, is_prefill), len(seqs))
+
+    def dispatch(self, seqs: list[Sequence], is_prefill: bool) -> Int32[Array, " ids"]:
+        """Gives one step to the device, without waiting for it; returns its sampled ids, for `read`.
+
+        A pending token of a sequence is read on the device, from the ids of the step dispatched before.
+        """
+        with self.times.phase("batch"):
+            rows = scheduled_rows(seqs)
+            pieces = split_rows(rows, self._buckets) if is_prefill else [(rows, True)]
+        for piece, decode_only in pieces:
+            with self.times.phase("batch"):
+                bucket = choose_bucket(self._buckets, piece, decode_only)
+                packed = pack_step(
+                    piece,
+                    bucket,
+                    num_slots=self._num_slots,
+                    num_ids=self._num_ids,
+                    vocab_size=self.model_config.vocab_size,
+                    eos=self._eos_ids,
+                )
+            with self.times.phase("transfer"):
+                packed = jax.device_put(packed)
+            with self.times.phase("dispatch"):
+                program = self._program(bucket)
+                self._ids, self._kv_cache = program(self.params, self._kv_cache, packed, self._ids)
+        return self._ids
+
+    def read(self, ids: Int32[Array, " ids"], num_seqs: int) -> list[int]:
+        """Waits for a step and returns its ids, one per sequence: the only place where the host waits."""
+        with self.times.phase("wait"):
+            ids.block_until_ready()
+        with self.times.phase("read"):
+            return np.asarray(ids)[:num_seqs].tolist()
 
     def restore_cache(self) -> bool:
         """After a step that failed: allocates the cache anew if the step took it along; returns whether it did."""
@@ -86,6 +133,7 @@ class ModelRunner:
             jax.block_until_ready(self._kv_cache)  # raises where it was donated, or comes from a step that failed later
         except (RuntimeError, ValueError):
             self._kv_cache = self._allocate_cache()
+            self._ids = self._no_ids()
             return True
         return False
 
@@ -117,11 +165,14 @@ class ModelRunner:
         _, words = packed_fields(bucket)
         packed = jax.ShapeDtypeStruct((words,), jnp.int32)
         program = jax.jit(partial(step, self._graphdef, bucket=bucket, backend=self.backend), donate_argnums=1)
-        return program.lower(self._params, pools, packed)
+        return program.lower(self.params, pools, packed, jax.ShapeDtypeStruct((self._num_ids,), jnp.int32))
 
     def _allocate_cache(self) -> list[Array]:
         dtype = jnp.dtype(self.model_config.dtype)
         return kv_cache.allocate(self.model_config.num_layers, self._pool_shape(self.num_blocks), dtype)
+
+    def _no_ids(self) -> Array:
+        return jnp.zeros(self._num_ids, jnp.int32)
 
     def _pool_shape(self, num_blocks: int) -> tuple[int, ...]:
         model = self.model_config
@@ -155,16 +206,22 @@ def step(
     params: Any,
     pools: list[Array],
     packed: Int32[Array, " words"],
+    ids: Int32[Array, " ids"] | None = None,
     *,
     bucket: Bucket,
     backend: str,
-) -> tuple[Int32[Array, " S"], list[Array]]:
+) -> tuple[Int32[Array, "..."], list[Array]]:
     """One step: the model over all new tokens, then one sampled id per sequence.
 
     `pools` is donated: use the returned ones, the argument is dead. A sequence whose prefill goes on in a later step
-    gets an id too, which the scheduler drops.
+    gets an id too, which the scheduler drops. With `ids`, those sampled before, pending tokens are taken from there,
+    and the new ids are returned in it, in their rows; without, they are returned as they come, [S].
     """
     fields = unpack(packed, bucket)
+    if ids is not None and bucket.decode_only:
+        rows = fields["pending_rows"]  # past the end where the token was known to the host
+        pending = ids.at[rows].get(mode="clip")
+        fields["token_ids"] = jnp.where(rows < ids.shape[0], pending, fields["token_ids"])
     batch = AttentionBatch(*(fields[name] for name in AttentionBatch._fields))
     model = nnx.merge(graphdef, params)
     with jax.named_scope("model"):
@@ -184,4 +241,7 @@ def step(
             positions=batch.context_lens,  # the position that the sampled token will take
             **{name: fields[name] for name in SamplingBatch._fields if name != "positions"},
         )
-        return sample(logits, sampling), pools
+        sampled = sample(logits, sampling)
+    if ids is not None:
+        sampled = ids.at[fields["id_rows"]].set(sampled, mode="drop")
+    return sampled, pools

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Collection
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxvllm.engine.block_manager import BlockManager
 from jaxvllm.engine.sequence import Sequence, SequenceStatus
@@ -28,6 +28,16 @@ class SchedulerConfig(Protocol):
     def num_kvcache_blocks(self) -> int: ...  # blocks in the pool
 
 
+class Flight(NamedTuple):
+    """A step that the device has been given, while the ids that it samples are not known."""
+
+    seqs: list[Sequence]
+    is_prefill: bool
+    starts: list[int]  # position of the first token that it runs, per sequence
+    num_new: list[int]  # tokens that it runs, per sequence
+    is_sampled: list[bool]  # False where a later step runs the rest of the prompt
+
+
 class Scheduler:
     """Chooses the sequences of each step: prefill before decode, first come, first served.
 
@@ -36,6 +46,11 @@ class Scheduler:
     out, the youngest running sequence goes back to the head of `waiting` and computes its tokens again.
 
     A sequence that the pool can never hold must be refused before `add`: see `max_seq_tokens`.
+
+    `schedule` and `postprocess` take turns, and decide as NanoVLLM's. To keep the device busy, a step can instead be
+    followed by `advance` as soon as the device has it; then `schedule_ahead` chooses the next one without its ids,
+    and `settle` takes them when they come. What depends on an id (an end, the hash of a generated block, the blocks
+    that an end frees) then comes one step later.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -85,10 +100,12 @@ class Scheduler:
         The id of a sequence whose prompt is not complete yet is dropped, as is that of one aborted meanwhile.
         """
         any_finished = False
+        block_size = self.block_size
         for seq, token_id in zip(seqs, token_ids, strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue
-            self.block_manager.hash_blocks(seq)
+            if is_prefill or seq.num_tokens % block_size == 0:  # a decode fills a block, or enters none
+                self.block_manager.hash_blocks(seq)
             seq.num_cached_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
             if is_prefill and seq.num_cached_tokens < seq.num_tokens:
@@ -122,9 +139,63 @@ class Scheduler:
         self.waiting = deque(seq for seq in self.waiting if not seq.block_table)
         for seq in reversed(seqs):
             seq.num_scheduled_tokens = 0
+            seq.drop_pending()
             self.preempt(seq)
         if cache_lost:
             self.block_manager.forget_contents()
+
+    def schedule_ahead(self) -> tuple[list[Sequence], bool] | None:
+        """As `schedule`, while a step is under way; None where it takes that step's ids to decide.
+
+        That is where every running sequence may have ended, and where blocks are so few that one had to be preempted.
+        """
+        seqs = self._schedule_prefill()
+        if seqs:
+            return seqs, True
+        if self._num_blocks_to_decode() > len(self.block_manager.free_block_ids):
+            return None
+        seqs = self._schedule_decode()
+        return (seqs, False) if seqs else None
+
+    def advance(self, seqs: list[Sequence], is_prefill: bool) -> Flight:
+        """Accounts for a scheduled step that the device has been given; its tokens become pending.
+
+        The blocks that a prefill fills can be found at once: a step that finds them runs after it.
+        """
+        starts = [seq.num_cached_tokens for seq in seqs]
+        num_new = [seq.num_scheduled_tokens for seq in seqs]
+        is_sampled = [True] * len(seqs)
+        for row, seq in enumerate(seqs):
+            if is_prefill:
+                self.block_manager.hash_blocks(seq)
+            seq.num_cached_tokens += seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            if is_prefill and seq.num_cached_tokens < seq.num_tokens:
+                is_sampled[row] = False
+            else:
+                seq.append_pending(row)
+        return Flight(seqs, is_prefill, starts, num_new, is_sampled)
+
+    def settle(self, flight: Flight, token_ids: list[int]):
+        """Takes the ids of a step after `advance`, and ends the sequences that are done.
+
+        The ids of a sequence that ended meanwhile, at its previous token or by `abort`, are dropped.
+        """
+        any_finished = False
+        block_size = self.block_size
+        rows = zip(flight.seqs, flight.starts, flight.is_sampled, token_ids, strict=True)
+        for seq, start, is_sampled, token_id in rows:
+            if seq.status is SequenceStatus.FINISHED or not is_sampled:
+                continue
+            if not flight.is_prefill and (start + 1) % block_size == 0:
+                self.block_manager.hash_block(seq, start // block_size)
+            seq.settle(token_id)
+            reason = self._reason_to_finish(seq)
+            if reason is not None:
+                self._finish(seq, reason)
+                any_finished = True
+        if any_finished:
+            self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
 
     def _schedule_prefill(self) -> list[Sequence]:
         """Admits in order while tokens and blocks last; only the first one may run a part of its tokens."""
@@ -155,15 +226,23 @@ class Scheduler:
     def _schedule_decode(self) -> list[Sequence]:
         """One token for each running sequence, in order, making room at the expense of the youngest."""
         seqs: list[Sequence] = []
+        ending: list[Sequence] = []  # their last token is pending
         while self.running and len(seqs) < self.max_num_seqs:
             seq = self.running.popleft()
-            if self._make_room(seq):
+            if seq.num_pending_tokens and seq.has_all_tokens:
+                ending.append(seq)
+            elif self._make_room(seq):
                 self.block_manager.may_append(seq)
                 seq.num_scheduled_tokens = 1
                 seq.is_prefill = False
                 seqs.append(seq)
         self.running.extendleft(reversed(seqs))
+        self.running.extendleft(reversed(ending))
         return seqs
+
+    def _num_blocks_to_decode(self) -> int:
+        """Blocks that the running sequences begin with their next token."""
+        return sum(seq.num_tokens % self.block_size == 1 and not seq.has_all_tokens for seq in self.running)
 
     def _make_room(self, seq: Sequence) -> bool:
         """Preempts until the pool has a slot for one more token; False when `seq` itself had to give way."""
@@ -187,4 +266,5 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         seq.num_scheduled_tokens = 0
+        seq.drop_pending()
         self.block_manager.deallocate(seq)

@@ -19,6 +19,9 @@ class Sequence:
     """The tokens of one request and how far they have come.
 
     Tokens are only ever appended, so a hash in `block_hashes` stays valid, whatever happens to the blocks.
+
+    A token that a step under way will sample is pending: it counts in `num_tokens`, since the next step can be
+    scheduled with it, and has no id in `token_ids` yet. Nothing is ever pending without `async_scheduling`.
     """
 
     def __init__(
@@ -38,7 +41,9 @@ class Sequence:
         if not self.token_ids:
             raise ValueError(f"sequence {seq_id} has an empty prompt: give at least one token.")
         self.last_token = self.token_ids[-1]
-        self.num_tokens = len(self.token_ids)
+        self.num_tokens = len(self.token_ids)  # pending ones included
+        self.num_pending_tokens = 0
+        self.pending_row = -1  # of the last pending token, among the ids that its step samples
         self.num_prompt_tokens = self.num_tokens
         self.num_cached_tokens = 0
         self.num_cached_prompt_tokens = 0  # found in the prefix cache when first admitted
@@ -53,6 +58,7 @@ class Sequence:
         self.min_tokens = sampling_params.min_tokens
         self.ignore_eos = sampling_params.ignore_eos
         self.stop_token_ids = frozenset(sampling_params.stop_token_ids)
+        self.packed_sampling = b""  # what a step's buffer says of the request, kept by `batch.py` from the first on
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -73,7 +79,13 @@ class Sequence:
 
     @property
     def num_completion_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        """New tokens whose ids are known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether it will end with `max_tokens` once its pending tokens are known: nothing is left to schedule."""
+        return self.num_tokens - self.num_prompt_tokens >= self.max_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -102,3 +114,20 @@ class Sequence:
         self.token_ids.append(token_id)
         self.last_token = token_id
         self.num_tokens += 1
+
+    def append_pending(self, row: int):
+        """Counts a token that a step under way samples, in row `row` of its ids."""
+        self.num_tokens += 1
+        self.num_pending_tokens += 1
+        self.pending_row = row
+
+    def settle(self, token_id: int):
+        """Gives the first pending token its id."""
+        self.token_ids.append(token_id)
+        self.last_token = token_id
+        self.num_pending_tokens -= 1
+
+    def drop_pending(self):
+        """Forgets the pending tokens, whatever their steps will sample."""
+        self.num_tokens -= self.num_pending_tokens
+        self.num_pending_tokens = 0

