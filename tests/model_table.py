@@ -32,7 +32,10 @@ LENGTHS = {"phi3_longrope": (150, 400)}  # the original context is one engine's,
 
 def main():
     recorded = json.loads((ROOT / "tests/data/expected_tiny.json").read_text())
-    rows = ["| `model_type` | GGUF | what it is | case | tokens equal | largest logit difference |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| `model_type` | GGUF | what it is | case | tokens equal | largest logit difference |",
+        "|---|---|---|---|---|---|",
+    ]
     for model_type, architecture in sorted(registry.ARCHITECTURES.items()):
         what = (architecture.make.__doc__ or "").strip().splitlines()[0]
         for name, case in recorded.items():
