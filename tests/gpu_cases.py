@@ -36,7 +36,7 @@ FORMS = {
     "float16_windowed": Form(
         head_dim=128,
         block_size=32,
-        max_tokens=70,
+        max_tokens=64,
         max_seqs=4,
         max_blocks=8,
         dtype="float16",
@@ -47,7 +47,7 @@ FORMS = {
     "capped": Form(
         head_dim=64,
         block_size=128,
-        max_tokens=40,
+        max_tokens=24,
         max_seqs=3,
         max_blocks=2,
         dtype="bfloat16",
@@ -59,7 +59,7 @@ FORMS = {
         head_dim=64,
         block_size=256,
         max_tokens=140,
-        max_seqs=3,
+        max_seqs=2,
         max_blocks=2,
         dtype="float16",
         num_heads=2,
@@ -80,7 +80,7 @@ FORMS = {
     "padded_heads": Form(
         head_dim=80,
         block_size=32,
-        max_tokens=60,
+        max_tokens=32,
         max_seqs=4,
         max_blocks=6,
         dtype="bfloat16",
