@@ -1,6 +1,7 @@
 """The GPU kernels, interpreted on the CPU with race detection: conformance, planted faults, what is refused."""
 
 import logging
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +76,21 @@ def test_a_cache_full_of_nan_is_as_good_as_one_of_zeros(name):
     np.testing.assert_array_equal(np.asarray(check("gpu", case, attend)), np.asarray(clean))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("decode_only", [True, False], ids=["decode", "prefill"])
+def test_a_block_id_out_of_range_harms_its_own_sequence_only(decode_only):
+    """The interpreter raises where a copy leaves the pool."""
+    form = replace(FORMS["bfloat16"], max_seqs=2, max_blocks=3)
+    case = make_case(form, [40, 30], [1, 1] if decode_only else [7, 30], backend="gpu", decode_only=decode_only)
+    case = case.with_pool(jnp.nan_to_num(case.pool))  # which block stands in is not said
+    want = np.asarray(check("gpu", case, attend), np.float32)
+    for wrong in (form.num_blocks, 2**31 - 1, -1, -(2**31)):
+        tables = case.batch.block_tables.at[1, 0].set(wrong)
+        got = np.asarray(attend(case.q, case.pool, tables, *case.batch[2:], **form.options, decode_only=decode_only))
+        mine = slice(0, int(case.batch.cu_seqlens_q[1]))
+        np.testing.assert_array_equal(got.astype(np.float32)[mine], want[mine])
+
+
 def test_new_tokens_are_written_to_their_slots_and_nowhere_else():
     check_write("gpu", make_case(FORMS["bfloat16"], [64, 150, 0, 17], [5, 1, 0, 17], backend="gpu"))
 
@@ -142,7 +158,7 @@ class _WithoutWaits:
 
 @pytest.mark.slow
 def test_a_forgotten_wait_shows(monkeypatch, fresh_interpreter):
-    case = make_case(FORMS["wide_heads"], [30, 200], [1, 1], backend="gpu", decode_only=True)
+    case = make_case(FORMS["wide_heads"], [30, 190], [1, 1], backend="gpu", decode_only=True)
     monkeypatch.setattr(gpu_decode, "plgpu", _WithoutWaits())
     with pytest.raises(Exception, match=r"off by|no token may see|[Rr]ace"):
         check("gpu", case, attend_without_cache)

@@ -29,6 +29,7 @@ from jaxvllm.bench.gpu_record import Record, read_record
 
 PARTS = {"card": 40, "numerics": 120, "decode": 100, "prefill": 70, "engine": 130}  # and the seconds each may take
 _LIMIT_S = 290  # of all of them
+_INTERPRETER_SLACK = 3  # a dry run may share its cores with other tests
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "numpy", "torch")
 
@@ -51,11 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
         _run_part(options.here, options)
         return 0
 
-    begin = time.perf_counter()
+    begin, slack = time.perf_counter(), _INTERPRETER_SLACK if options.interpret else 1
     report: dict[str, Any] = {"seed": options.seed, "interpreted": options.interpret, **_facts(), "parts": {}}
     for part in options.part or PARTS:
-        left = _LIMIT_S - (time.perf_counter() - begin)
-        report["parts"][part] = _run_child(part, options, min(PARTS[part], left))
+        left = slack * _LIMIT_S - (time.perf_counter() - begin)
+        report["parts"][part] = _run_child(part, options, min(slack * PARTS[part], left))
         report["seconds"] = round(time.perf_counter() - begin, 1)
         (options.out / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
         print("\n".join(_lines(part, report["parts"][part])), flush=True)
@@ -68,7 +69,7 @@ def _run_child(part: str, options: argparse.Namespace, limit_s: float) -> dict[s
     """Runs one part in a process of its own; returns what it recorded and how it ended."""
     (options.out / f"{part}.json").unlink(missing_ok=True)
     if limit_s <= 0:
-        return {"results": {}, "passed": False, "ended": f"left out: the {_LIMIT_S} s were over"}
+        return {"results": {}, "passed": False, "failed": [], "ended": "left out: the time was over"}
     command = [sys.executable, "-m", "jaxvllm.bench.gpu_check", "--out", str(options.out.resolve()), "--here", part]
     command += ["--seed", str(options.seed), *(["--interpret"] if options.interpret else [])]
     begin, errors = time.perf_counter(), options.out / f"{part}.log"

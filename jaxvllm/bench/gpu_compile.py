@@ -193,17 +193,18 @@ def _compile_here(chip: str, shape: Shape, phase: str) -> float:
     return time.perf_counter() - start
 
 
-def as_table(reports: list[Report]) -> str:
-    """Returns the reports as a table in Markdown."""
-    lines = ["| chip | shape | kernel | registers | spilled bytes | shared bytes | TMA in/out | wgmma | compile s |"]
-    lines += ["|---|---|---|---:|---:|---:|---:|---:|---:|"]
-    for r in reports:
-        n = r.instructions
-        lines.append(
-            f"| {r.chip} | {r.shape} | {r.kernel} | {r.registers} | {r.spilled_bytes} | {r.shared_bytes:,} "
-            f"| {n['tma_loads']}/{n['tma_stores']} | {n['wgmmas']} | {r.compile_s} |"
-        )
-    return "\n".join(lines)
+TABLE_HEAD = """\
+| chip | shape | kernel | registers | spilled bytes | shared bytes | TMA in/out | wgmma | compile s |
+|---|---|---|---:|---:|---:|---:|---:|---:|"""
+
+
+def as_row(r: Report) -> str:
+    """Returns a report as a row of a table in Markdown."""
+    n = r.instructions
+    return (
+        f"| {r.chip} | {r.shape} | {r.kernel} | {r.registers} | {r.spilled_bytes} | {r.shared_bytes:,} "
+        f"| {n['tma_loads']}/{n['tma_stores']} | {n['wgmmas']} | {r.compile_s} |"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -227,9 +228,12 @@ def main(arguments: list[str] | None = None) -> int:
     chips = options.chip or ["h100", "h200"]
     phases = [options.phase] if options.phase else PHASES
     jobs = [(c, SHAPES[s], p) for c in chips for s in options.shape or SHAPES for p in phases]
+    reports: list[Report] = []
+    print(TABLE_HEAD)
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        reports = [report for found in pool.map(lambda job: compile_kernels(*job), jobs) for report in found]
-    print(as_table(reports))
+        for found in pool.map(lambda job: compile_kernels(*job), jobs):
+            reports += found
+            print("\n".join(map(as_row, found)), flush=True)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "gpu_compile.json").write_text(json.dumps([asdict(r) for r in reports], indent=1) + "\n")
