@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 from flax import nnx
@@ -19,6 +20,12 @@ def test_weight_map_names_every_parameter(model_type, tmp_path):
     sources = find_sources(shapes, architecture.weights, stored)
     expected = [item for source in sources for item in source.stored_shapes(shapes).items()]
     assert sorted(expected) == sorted(stored.items())
+
+
+def test_every_architecture_has_its_row_in_the_documents():
+    page = (Path(__file__).parents[1] / "docs/models.md").read_text()
+    rows = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `") and "`" in line[3:]}
+    assert rows - {"model_type"} == set(registry.ARCHITECTURES)
 
 
 def test_unknown_architecture_is_refused_with_the_list():
