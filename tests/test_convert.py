@@ -63,7 +63,7 @@ def test_tokenizer_of_a_gguf_file_survives_being_saved(begins, tmp_path):
 def test_end_ids_of_a_gguf_file_are_kept(tmp_path, monkeypatch):
     """The file's own: of a text (258) and, known to its tokenizer only, of a turn."""
     write_model(tmp_path / "m.gguf")
-    fields = vocabularies.byte_level_vocabulary() | {"eos_token_id": 2, "eot_token_id": 0}
+    fields: dict[str, Any] = vocabularies.byte_level_vocabulary() | {"eos_token_id": 2, "eot_token_id": 0}
     tokenizer = load_tokenizer(vocabularies.write_gguf(tmp_path / "vocabulary.gguf", **fields))
     monkeypatch.setattr(convert_module, "load_tokenizer", lambda _: tokenizer)
     convert(str(tmp_path / "m.gguf"), tmp_path / "out")
@@ -111,6 +111,7 @@ def test_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
 KILLED_LATE = """
 import sys, time
 from pathlib import Path
+from typing import Any
 import jaxvllm.convert as module
 from jaxvllm.models import orbax_folder
 

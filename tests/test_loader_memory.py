@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tiny_models import LLAMA_CONFIG, tiny_llama
+from tiny_configs import LLAMA_CONFIG
+from tiny_models import tiny_llama
 
 LOAD = """
 import sys

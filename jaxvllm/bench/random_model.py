@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxvllm.models import registry
 from jaxvllm.models.config import ModelConfig, read_hf_config
-from jaxvllm.models.loader import hf_names
+from jaxvllm.models.weight_map import find_sources
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -76,8 +76,8 @@ class RandomCheckpoint:
         architecture = registry.resolve(self.config.model_type)
         _, state = nnx.split(nnx.eval_shape(lambda: architecture.make(self.config)))
         shapes = {".".join(map(str, keys)): leaf.shape for keys, leaf in nnx.to_flat_state(state)}
-        names = hf_names(shapes, architecture.weights)
-        return {names[ours]: shape for ours, shape in shapes.items()}
+        sources = find_sources(shapes, architecture.weights, stored={})
+        return {name: shape for source in sources for name, shape in source.stored_shapes(shapes).items()}
 
     def stored_name(self, hf_name: str) -> str:
         return hf_name
