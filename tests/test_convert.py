@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import gguf_vocabularies as vocabularies
 import pytest
