@@ -28,8 +28,8 @@ COMPILERS := .venv-compilers
 CUDA := $(if $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/ptxas),cuda13-local,cuda13)
 
 test-compilers: $(COMPILERS)/installed ## the kernels through the TPU's and the GPU's compilers, no device needed
-	JAX_PLATFORMS=cpu $(COMPILERS)/bin/python -m pytest tests/test_tpu_compile.py tests/test_gpu_compile.py \
-		tests/test_compile.py
+	JAX_PLATFORMS=cpu $(COMPILERS)/bin/python -m pytest -n 2 --dist worksteal \
+		tests/test_tpu_compile.py tests/test_gpu_compile.py tests/test_compile.py
 
 $(COMPILERS)/installed: pyproject.toml | $(VENV)/created
 	@echo "Installing libtpu and the CUDA plugin into $(COMPILERS)"

@@ -20,13 +20,13 @@ from jaxvllm import chips, gpu_chips
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.batch import Bucket, packed_fields
 from jaxvllm.engine.model_runner import step as engine_step
+from jaxvllm.info import CACHE_SHARE
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import CHIP_AXIS, AttentionForm, resolve_backend
 from jaxvllm.models import registry
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.loader import read_config
 
-_CACHE_SHARE = 0.8  # of a chip's memory for weights and cache; the rest is for temporaries
 # Which axis of a weight [out, in] several chips share: heads, feed-forward numbers and the vocabulary.
 _SHARED_AXIS = {"q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "embed": 0, "head": 0, "o": 1, "down": 1}
 
@@ -103,9 +103,10 @@ def _compile_step(name: str, target: Target, bucket: Bucket, model: ModelConfig,
     cache, pool_bytes = _pools(target, bucket, model, config, backend, params)
     _, words = packed_fields(bucket)
     packed = jax.ShapeDtypeStruct((words,), jnp.int32)
+    ids = jax.ShapeDtypeStruct((config.max_num_seqs,), jnp.int32)
     begin = time.perf_counter()
     step = partial(engine_step, graphdef, bucket=bucket, backend=backend)
-    memory = chips.lower_on(target.mesh, step, params, cache, packed, donate=(1,)).compile().memory_analysis()
+    memory = chips.lower_on(target.mesh, step, params, cache, packed, ids, donate=(1,)).compile().memory_analysis()
     assert memory is not None  # these compilers know
     return StepReport(
         name=name,
@@ -165,7 +166,7 @@ def _pools(
     num_blocks = config.num_kvcache_blocks
     if num_blocks == -1:
         weight_bytes = sum(bytes_on_a_chip(x) for x in jax.tree.leaves(params))
-        room = int(_CACHE_SHARE * target.hbm_bytes) - weight_bytes
+        room = int(CACHE_SHARE * target.hbm_bytes) - weight_bytes
         # where nothing fits the step is compiled all the same, with one sequence's
         num_blocks = max(room // (bytes_on_a_chip(pool(1)) * model.num_layers), bucket.num_blocks)
     one = pool(num_blocks)

@@ -15,10 +15,13 @@ _TILE_ROWS = (8, 64)  # of one expert in a step of the CPU's loop: with few rows
 
 
 class ExpertsLinear(nnx.Module):
-    """The same product of every expert, one weight [E, out, in]."""
+    """The same product of every expert, one weight [E, in, out].
+
+    Not [out, in] as elsewhere: the TPU's ragged product would copy every weight in every step to turn it round.
+    """
 
     def __init__(self, num_experts: int, inputs: int, outputs: int, *, dtype: str):
-        self.weight = nnx.Param(jnp.zeros((num_experts, outputs, inputs), dtype))
+        self.weight = nnx.Param(jnp.zeros((num_experts, inputs, outputs), dtype))
 
 
 class SparseMLP(nnx.Module):
@@ -61,9 +64,9 @@ class SparseMLP(nnx.Module):
 
 def experts_mlp(
     x: Float[Array, "R D"],
-    gate: Float[Array, "E F D"],
-    up: Float[Array, "E F D"],
-    down: Float[Array, "E D F"],
+    gate: Float[Array, "E D F"],
+    up: Float[Array, "E D F"],
+    down: Float[Array, "E F D"],
     group_sizes: Int32[Array, " E"],
     *,
     hidden_act: str,
@@ -80,39 +83,23 @@ def experts_mlp(
 
 def ragged_mlp(
     x: Float[Array, "R D"],
-    gate: Float[Array, "E F D"],
-    up: Float[Array, "E F D"],
-    down: Float[Array, "E D F"],
+    gate: Float[Array, "E D F"],
+    up: Float[Array, "E D F"],
+    down: Float[Array, "E F D"],
     group_sizes: Int32[Array, " E"],
     *,
     hidden_act: str,
 ) -> Float[Array, "R D"]:
-    product = partial(_ragged_product, group_sizes=group_sizes)
+    product = partial(lax.ragged_dot, group_sizes=group_sizes, precision=_precision(x), preferred_element_type=x.dtype)
     y = product(ACTIVATIONS[hidden_act](product(x, gate)) * product(x, up), down)
     return jnp.where(jnp.arange(x.shape[0])[:, None] < group_sizes.sum(), y, 0)  # not every platform clears the rest
 
 
-def _ragged_product(
-    x: Float[Array, "R inputs"], weight: Float[Array, "E outputs inputs"], *, group_sizes: Int32[Array, " E"]
-) -> Float[Array, "R outputs"]:
-    """x @ weight[e].T for the rows of each expert, the weight taken as it lies."""
-    return lax.ragged_dot_general(
-        x,
-        weight,
-        group_sizes,
-        lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-        ),
-        precision=_precision(x),
-        preferred_element_type=x.dtype,
-    )
-
-
 def tiled_mlp(
     x: Float[Array, "R D"],
-    gate: Float[Array, "E F D"],
-    up: Float[Array, "E F D"],
-    down: Float[Array, "E D F"],
+    gate: Float[Array, "E D F"],
+    up: Float[Array, "E D F"],
+    down: Float[Array, "E F D"],
     group_sizes: Int32[Array, " E"],
     *,
     hidden_act: str,
@@ -127,7 +114,7 @@ def tiled_mlp(
     def product(rows, weight, expert):
         of_expert = lax.dynamic_index_in_dim(weight, expert, keepdims=False)
         return lax.dot_general(
-            rows, of_expert, (((1,), (1,)), ((), ())), precision=_precision(x), preferred_element_type=x.dtype
+            rows, of_expert, (((1,), (0,)), ((), ())), precision=_precision(x), preferred_element_type=x.dtype
         )
 
     def run_tile(i, out):

@@ -13,6 +13,7 @@ from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.gguf_config import DIALECTS, ROPE_TENSORS, ConfigReader
 
 _MAX_ITEMS = 2**22  # of a list in the metadata: ten times the merges of the largest vocabulary
+_ONE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, stored as a vector
 
 
 class GGUFFile:
@@ -92,7 +93,8 @@ class GGUFFile:
         return "float16" if kinds <= {GGMLQuantizationType.F16, GGMLQuantizationType.F32} else "bfloat16"
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(reversed(self._tensors[name].shape.tolist()))  # GGUF writes the innermost axis first
+        shape = tuple(reversed(self._tensors[name].shape.tolist()))  # GGUF writes the innermost axis first
+        return (1, *shape) if name.endswith(_ONE_ROW) and len(shape) == 1 else shape
 
 
 def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
@@ -102,10 +104,10 @@ def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 class _Reader(GGUFReader):
-    """gguf's reader, made faster and safe from damaged files.
+    """gguf's reader, quicker and bounded.
 
     It slices its file a million times for a large vocabulary: of a plain array, not a memmap, that takes a third of
-    the time. A damaged length would keep it busy for hours: it takes nothing for a number past the end.
+    the time. And a damaged length, which would keep it busy for hours, is an error.
     """
 
     @property
@@ -117,10 +119,10 @@ class _Reader(GGUFReader):
         self._plain = file.view(np.ndarray)
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
-        end = int(offset) + int(count) * np.dtype(dtype).itemsize
-        if end > self.data.size:
-            raise ValueError(f"byte {end} is past its end")
-        return super()._get(offset, dtype, count, override_order)
+        values = super()._get(offset, dtype, count, override_order)
+        if len(values) < count:
+            raise ValueError(f"{count} numbers at byte {offset} go past its end")
+        return values
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type == GGUFValueType.ARRAY:

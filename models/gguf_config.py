@@ -22,6 +22,7 @@ class Dialect:
     no_rope_period: int | None = None  # every so many layers one turns nothing
     local_theta: float | None = None  # of layers with a window
     soft_caps: bool = False
+    normalizes_experts: bool = True
     large_num_layers: int | None = None  # the model of so many layers scales by hidden_size / num_heads, not head_dim
 
 
@@ -33,6 +34,7 @@ DIALECTS = {  # general.architecture
     "olmo2": Dialect(model_type="olmo2"),
     "phi3": Dialect(model_type="phi3"),
     "qwen2": Dialect(model_type="qwen2"),
+    "qwen2moe": Dialect(model_type="qwen2_moe", normalizes_experts=False),
     "qwen3": Dialect(model_type="qwen3"),
     "qwen3moe": Dialect(model_type="qwen3_moe"),
     "smollm3": Dialect(model_type="smollm3", permuted=True, no_rope_period=4),
@@ -76,7 +78,7 @@ class ConfigReader:
             raise ValueError(f"block_count={num_layers} layers do not fit {len(self._shapes)} tensors.")
         if "token_embd.weight" not in self._shapes:
             raise ValueError("the tensor 'token_embd.weight' is missing.")
-        experts = self._experts()
+        experts = self._experts(dialect)
         windows = self._windows(dialect, num_layers)
         return ModelConfig(
             model_type="mixtral" if dialect.model_type == "llama" and experts else dialect.model_type,
@@ -111,7 +113,7 @@ class ConfigReader:
             ),
         )
 
-    def _experts(self) -> ExpertsConfig | None:
+    def _experts(self, dialect: Dialect) -> ExpertsConfig | None:
         if not self._optional("expert_count", 0):
             return None
         shared = self._optional("expert_shared_feed_forward_length")
@@ -120,7 +122,7 @@ class ConfigReader:
             num_experts_per_token=self._value("expert_used_count"),
             intermediate_size=self._optional("expert_feed_forward_length") or self._value("feed_forward_length"),
             shared_intermediate_size=shared,
-            normalize_weights=self._optional("expert_weights_norm", True),  # what llama.cpp does for these models
+            normalize_weights=self._optional("expert_weights_norm", dialect.normalizes_experts),
         )
 
     def _windows(self, dialect: Dialect, num_layers: int) -> tuple[int | None, ...]:
@@ -144,7 +146,7 @@ class ConfigReader:
         turned = self._optional("rope.dimension_count", head_dim)
         if turned != head_dim and dialect.permuted:
             raise ValueError(
-                f"rope.dimension_count={turned} is not the head size {head_dim}: that is not supported for {self._arch}."
+                f"rope.dimension_count={turned} is not the head size {head_dim}: {self._arch} turns whole heads."
             )
         context = self._value("context_length")
         parameters = {

@@ -113,8 +113,11 @@ def load_model(
     weights = {".".join(map(str, keys)): (keys, param) for keys, param in nnx.to_flat_state(state)}
     to_int8 = quantizable(abstract) if quantization == "int8" else frozenset()
     params = {ours: param for ours, (_, param) in weights.items()}
-    load = _restored if isinstance(checkpoint, OrbaxFolder) else _read
-    loaded = [(weights[ours][0], param) for ours, param in load(checkpoint, config, params, to_int8, sharding)]
+    if isinstance(checkpoint, OrbaxFolder):
+        values = _restored(checkpoint, config, params, to_int8, sharding)
+    else:
+        values = _read(checkpoint, config, params, to_int8, sharding)
+    loaded = [(weights[ours][0], params[ours].replace(value)) for ours, value in values]
     return config, nnx.merge(graphdef, nnx.from_flat_state(loaded))
 
 
@@ -124,24 +127,25 @@ def _read(
     params: Mapping[str, nnx.Param],
     to_int8: frozenset[str],
     sharding: ShardingRule | None,
-) -> Iterator[tuple[str, nnx.Param]]:
+) -> Iterator[tuple[str, jax.Array | QuantizedWeight]]:
     """Yields each weight at its place."""
     shapes = {ours: param.shape for ours, param in params.items()}
     sources = _checked_sources(checkpoint, config, shapes)
     read = partial(checkpoint.read, dtype=config.dtype) if isinstance(checkpoint, HFFolder) else checkpoint.read
     for source in sources:
         for ours, host in source.read(shapes, read):
-            param, place = params[ours], sharding(ours, host.shape) if sharding else None
+            place = sharding(ours, host.shape) if sharding else None
             if ours in to_int8:
-                yield ours, param.replace(_put_quantized(host, place, f"{checkpoint.path}: {source.names[0]!r}"))
+                yield ours, _put_quantized(host, place, f"{checkpoint.path}: {source.names[0]!r}")
             else:
-                yield ours, param.replace(jax.device_put(host.astype(param.dtype, copy=False), place))
+                yield ours, jax.device_put(host.astype(params[ours].dtype, copy=False), place)
 
 
 def _checked_sources(
     checkpoint: HFFolder | GGUFFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Source]:
-    sources = find_sources(shapes, registry.resolve(config.model_type).weights, checkpoint)
+    weights = registry.resolve(config.model_type).weights
+    sources = find_sources(shapes, weights, checkpoint.shapes, checkpoint.stored_name)
     expected = {name: shape for source in sources for name, shape in source.stored_shapes(shapes).items()}
     _check_tensors(checkpoint, expected, config)
     return sources
@@ -153,7 +157,7 @@ def _restored(
     params: Mapping[str, nnx.Param],
     to_int8: frozenset[str],
     sharding: ShardingRule | None,
-) -> Iterator[tuple[str, nnx.Param]]:
+) -> Iterator[tuple[str, jax.Array | QuantizedWeight]]:
     """Yields each weight at its place: together, as Orbax reads best, but one by one those to be made int8."""
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     places = {ours: (sharding(ours, param.shape) if sharding else None) or default for ours, param in params.items()}
@@ -168,14 +172,13 @@ def _restored(
     _check_tensors(checkpoint, {name: target.shape for name, target in targets.items()}, config)
     to_int8 -= checkpoint.quantized
     arrays = checkpoint.restore({name: target for name, target in targets.items() if name not in to_int8})
-    for ours, param in params.items():
+    for ours in params:
         if ours in to_int8:
-            host = checkpoint.read(ours)
-            yield ours, param.replace(_put_quantized(host, places[ours], f"{checkpoint.path}: {ours!r}"))
+            yield ours, _put_quantized(checkpoint.read(ours), places[ours], f"{checkpoint.path}: {ours!r}")
         elif ours in checkpoint.quantized:
-            yield ours, param.replace(QuantizedWeight(arrays[f"{ours}.values"], arrays[f"{ours}.scales"]))
+            yield ours, QuantizedWeight(arrays[f"{ours}.values"], arrays[f"{ours}.scales"])
         else:
-            yield ours, param.replace(arrays[ours])
+            yield ours, arrays[ours]
 
 
 def quantizable(model: Decoder) -> frozenset[str]:

@@ -65,7 +65,7 @@ class RopeConfig:
         values: dict[str, Any] = {_OUR_NAMES.get(name, name): value for name, value in parameters.items()}
         if rope_type in _DERIVES:
             values |= _DERIVES[rope_type](values, max_position_embeddings)
-        taken = {name: values.get(name) for name in _REQUIRED.get(rope_type, ())}
+        taken: dict[str, Any] = {name: values.get(name) for name in _REQUIRED.get(rope_type, ())}
         for name, value in taken.items():
             if isinstance(value, list):
                 taken[name] = tuple(map(float, value))

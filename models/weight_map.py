@@ -3,12 +3,12 @@
 A map goes from Hugging Face's name of a tensor to our path, `*` standing for a number. Two forms go beyond one to one:
 
     "...qkv_proj.weight": ("...q.weight", "...k.weight", "...v.weight")   the tensor's rows are split, in this order
-    "...experts.*.up_proj.weight": "...up.weight"                        a * more: the tensors are stacked, in order
+    "...experts.*.up_proj.weight": "...up.weight"     a * more: the tensors are stacked in order, each as [in, out]
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -18,45 +18,46 @@ Shape = tuple[int, ...]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-class Stored(Protocol):
-    """What is asked of a checkpoint."""
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]: ...  # of every tensor, under its stored name
-
-    def stored_name(self, hf_name: str) -> str: ...
-
-
 class Source(NamedTuple):
-    """Tensors that are read together: one for one weight, one whose rows are several weights, or a stack for one."""
+    """Tensors that are read together: one for one weight, one whose rows are several weights, or experts for one."""
 
     names: tuple[str, ...]  # stored
     paths: tuple[str, ...]  # ours
+    form: Literal["rows", "experts", "stack"] = "rows"  # the last: experts that the checkpoint has stacked itself
 
     def stored_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         """Returns the shape each stored tensor must have, from the shapes of our weights."""
-        first = shapes[self.paths[0]]
-        if len(self.names) > 1:
-            return dict.fromkeys(self.names, first[1:])
-        return {self.names[0]: (sum(shapes[path][0] for path in self.paths), *first[1:])}
+        first, *_ = (shapes[path] for path in self.paths)
+        if self.form == "rows":
+            return {name: (sum(shapes[path][0] for path in self.paths), *first[1:]) for name in self.names}
+        E, inputs, outputs = first
+        return dict.fromkeys(self.names, (outputs, inputs) if self.form == "experts" else (E, outputs, inputs))
 
     def read(self, shapes: Mapping[str, Shape], read: Callable[[str], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
         """Yields each path with its array; every stored tensor is read once, in the dtype it has."""
-        if len(self.names) > 1:
-            stack = np.stack([read(name) for name in self.names])
-            yield self.paths[0], stack
+        if self.form != "rows":
+            [path] = self.paths
+            experts = map(read, self.names) if self.form == "experts" else read(*self.names)
+            yield path, _stack_transposed(experts, shapes[path])
             return
-        rows, start = read(self.names[0]), 0
+        [rows] = map(read, self.names)
+        start = 0
         for path in self.paths:
             end = start + shapes[path][0]
             yield path, rows if len(self.paths) == 1 else rows[start:end]
             start = end
 
 
-def find_sources(shapes: Mapping[str, Shape], weights: WeightMap, stored: Stored) -> list[Source]:
+def find_sources(
+    shapes: Mapping[str, Shape],
+    weights: WeightMap,
+    stored: Mapping[str, Shape],
+    stored_name: Callable[[str], str] = str,
+) -> list[Source]:
     """Returns where the weights of a model come from, given their paths and shapes; each path once.
 
-    A stack is taken as one tensor where the checkpoint has it so, named without the number (as GGUF files do).
+    `stored` are the checkpoint's tensors, `stored_name` turns Hugging Face's name into the one they have there. A stack
+    is taken as one tensor where the checkpoint has it so, named without the number (as GGUF files do).
     """
     by_path = {path: (name, _as_tuple(paths)) for name, paths in weights.items() for path in _as_tuple(paths)}
     sources: dict[tuple[str, ...], Source] = {}  # by our paths: the weights of a fused tensor find the same one
@@ -66,13 +67,23 @@ def find_sources(shapes: Mapping[str, Shape], weights: WeightMap, stored: Stored
         name, siblings = by_path[pattern]
         paths = tuple(_fill(sibling, numbers) for sibling in siblings)
         if name.count("*") == len(numbers):
-            names = (stored.stored_name(_fill(name, numbers)),)
+            sources[paths] = Source((stored_name(_fill(name, numbers)),), paths)
+        elif (whole := stored_name(_fill(".".join(name.rsplit(".*.", 1)), numbers))) in stored:
+            sources[paths] = Source((whole,), paths, "stack")
         else:
-            whole = stored.stored_name(_fill(".".join(name.rsplit(".*.", 1)), numbers))
-            stack = (stored.stored_name(_fill(name, [*numbers, str(i)])) for i in range(shape[0]))
-            names = (whole,) if whole in stored.shapes else tuple(stack)
-        sources[paths] = Source(names, paths)
+            names = (stored_name(_fill(name, [*numbers, str(i)])) for i in range(shape[0]))
+            sources[paths] = Source(tuple(names), paths, "experts")
     return list(sources.values())
+
+
+def _stack_transposed(experts: Iterable[np.ndarray], shape: Shape) -> np.ndarray:
+    """Stacks one expert after the other, so that beside the stack there is one at a time."""
+    stack = None
+    for i, expert in enumerate(experts):
+        stack = np.empty(shape, expert.dtype) if stack is None else stack
+        stack[i] = expert.T
+    assert stack is not None  # a config has at least one expert
+    return stack
 
 
 def _as_tuple(paths: str | tuple[str, ...]) -> tuple[str, ...]:

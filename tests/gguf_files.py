@@ -18,6 +18,7 @@ ARCHITECTURES = {  # model_type: general.architecture
     "olmo2": "olmo2",
     "phi3": "phi3",
     "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
     "smollm3": "smollm3",
@@ -88,6 +89,8 @@ def _write_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]):
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if size := config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(size)
+    if size := config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(size)
     writer.add_eos_token_id(258)
     writer.add_token_list([b"a", b"b", "漢字".encode(), b"\xe2\x96"])  # the last: half a character
     writer.add_token_scores([0.0, -1.0, -2.5, 3.0])
@@ -111,5 +114,5 @@ def _stored(config: dict[str, Any], weights: dict[str, np.ndarray]) -> dict[str,
     for name, rows in stacks.items():
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None, f"gguf has no name for {name}"
-        stored[stored_name] = np.stack(rows) if ".experts." in name else rows[0]
+        stored[stored_name] = np.stack(rows) if ".experts." in name else rows[0].squeeze()
     return stored

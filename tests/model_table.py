@@ -1,8 +1,8 @@
 """Writes the table of docs/models.md: each recorded case run again, as the parity tests run it.
 
-    python tests/model_table.py
+    python tests/model_table.py [MODEL_TYPE ...]
 
-Takes a few minutes; needs what the tests need.
+Takes a few minutes; needs what the tests need. With model types, the rows of the others stay as they are.
 """
 
 import json
@@ -30,13 +30,18 @@ BEGIN, END = "<!-- table: python tests/model_table.py -->", "<!-- end of the tab
 LENGTHS = {"phi3_longrope": (150, 400)}  # the original context is one engine's, what goes past it another's
 
 
-def main():
+def main(wanted: list[str]):
     recorded = json.loads((ROOT / "tests/data/expected_tiny.json").read_text())
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    old, _, after = rest.partition(END)
     rows = [
         "| `model_type` | GGUF | what it is | case | tokens equal | largest logit difference |",
         "|---|---|---|---|---|---|",
     ]
     for model_type, architecture in sorted(registry.ARCHITECTURES.items()):
+        if wanted and model_type not in wanted:
+            rows += [line for line in old.splitlines() if line.startswith(f"| `{model_type}` |")]
+            continue
         what = (architecture.make.__doc__ or "").strip().splitlines()[0]
         for name, case in recorded.items():
             if case["model_type"] == model_type:
@@ -45,8 +50,6 @@ def main():
                 rows.append(f"| `{model_type}` | {gguf} | {what} | {name} | {equal} of {total} | {largest:.0e} |")
                 print(rows[-1], flush=True)
                 what = ""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
     PAGE.write_text(before + "\n".join([BEGIN, "", *rows, "", END]) + after)
 
 
@@ -88,4 +91,4 @@ def greedy(path: Path, prompts: list[dict[str, Any]], max_len: int) -> list[list
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -85,7 +85,9 @@ def test_weights_come_back_as_what_they_stand_for(quantization, suffix, block, f
     expected = to_float8(folder, quantization, suffix, block)
     config, model = load_model(folder)
     assert config.dtype == "float32"
+    assert model.head is not None
     for i, layer in enumerate(model.layers):
+        assert layer.mlp is not None
         for name, module in (
             ("self_attn.k", layer.attention.k),
             ("mlp.up", layer.mlp.up),
@@ -95,8 +97,8 @@ def test_weights_come_back_as_what_they_stand_for(quantization, suffix, block, f
     np.testing.assert_array_equal(model.head.weight[...], expected["lm_head.weight"])
 
     _, narrow = load_model(folder, dtype="bfloat16")
-    wide = expected["model.layers.0.mlp.gate_proj.weight"]
-    np.testing.assert_array_equal(narrow.layers[0].mlp.gate.weight[...], wide.astype(jnp.bfloat16))
+    wide = expected["model.layers.0.self_attn.o_proj.weight"]
+    np.testing.assert_array_equal(narrow.layers[0].attention.o.weight[...], wide.astype(jnp.bfloat16))
 
 
 def test_scale_of_an_input_is_no_surplus(folder):

@@ -54,6 +54,10 @@ CASES = {
             ]
         },
     ),
+    "qwen2_moe": (
+        {"use_sliding_window": True, "max_window_layers": 2},
+        {"extra": [("attention.sliding_window_pattern", [True, False])]},
+    ),
     "qwen3": ({}, {}),
     "qwen3_moe": ({"mlp_only_layers": []}, {}),
     "smollm3": ({"num_hidden_layers": 5, "no_rope_layer_interval": 4}, {}),
@@ -62,7 +66,9 @@ CASES = {
 
 def assert_loads(path: Path, weights: dict[str, np.ndarray], atol: float = 0):
     _, model = load_model(path, dtype="float32")
-    attention, mlp = model.layers[1].attention, model.layers[1].mlp
+    attention, mlp, mlp_norm = model.layers[1].attention, model.layers[1].mlp, model.layers[1].mlp_norm
+    assert mlp is not None
+    assert mlp_norm is not None
     pairs = {
         "model.embed_tokens.weight": model.embed.weight,
         "model.layers.1.self_attn.q_proj.weight": attention.q.weight,
@@ -71,7 +77,7 @@ def assert_loads(path: Path, weights: dict[str, np.ndarray], atol: float = 0):
         "model.layers.1.self_attn.o_proj.weight": attention.o.weight,
         "model.layers.1.mlp.gate_proj.weight": mlp.gate.weight,
         "model.layers.1.mlp.down_proj.weight": mlp.down.weight,
-        "model.layers.1.post_attention_layernorm.weight": model.layers[1].mlp_norm.weight,
+        "model.layers.1.post_attention_layernorm.weight": mlp_norm.weight,
         "model.norm.weight": model.norm.weight,
     }
     if model.head is not None:
@@ -181,7 +187,7 @@ def test_rotary_divisors_of_llama_3_are_read(tmp_path):
         ({"extra": [("expert_count", 8)]}, "the metadata has no llama.expert_used_count"),
         ({"model_type": "gemma2", "tensors": {"blk.0.post_ffw_norm.weight": None}}, "lacks .*post_ffw_norm"),
         ({"model_type": "mixtral", "tensors": {"blk.1.ffn_up_exps.weight": None}}, "lacks .*experts.0.w3"),
-        ({"extra": [("rope.dimension_count", 8.0)]}, "rope.dimension_count=8.0 is not the head size 16"),
+        ({"extra": [("rope.dimension_count", 8.0)]}, "rope.dimension_count=8.0 is not the head size 16: llama"),
         ({"tensors": {"token_embd.weight": None}}, "the tensor 'token_embd.weight' is missing"),
         ({"tensors": {"blk.1.ffn_up.weight": None}}, "m.gguf lacks the tensor 'blk.1.ffn_up.weight'"),
         (

@@ -1,7 +1,6 @@
 import json
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import jax
@@ -58,8 +57,8 @@ def weights_of(model) -> dict[str, np.ndarray]:
 def assert_holds(model, stored: dict[str, np.ndarray]):
     weights = weights_of(model)
     shapes = {path: value.shape for path, value in weights.items()}
-    as_stored = SimpleNamespace(shapes={name: value.shape for name, value in stored.items()}, stored_name=str)
-    sources = find_sources(shapes, registry.resolve(model.config.model_type).weights, as_stored)
+    stored_shapes = {name: value.shape for name, value in stored.items()}
+    sources = find_sources(shapes, registry.resolve(model.config.model_type).weights, stored_shapes)
     assert sorted(name for source in sources for name in source.names) == sorted(stored)
     for source in sources:
         for path, value in source.read(shapes, stored.__getitem__):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ _, model = load_model(Path(sys.argv[2]), quantization=sys.argv[3])
 weights = jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
 print(sum(leaf.nbytes for leaf in weights), peak_bytes() - baseline)
 """
-LARGE = {"hidden_size": 2048, "intermediate_size": 11008, "head_dim": 128, "num_attention_heads": 16}
+LARGE: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 11008, "head_dim": 128, "num_attention_heads": 16}
 LARGE |= {"num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 32000, "torch_dtype": "bfloat16"}
 
 

@@ -57,7 +57,7 @@ def test_no_step_transposes_converts_or_copies_a_weight(tiny_llama_path, dtype):
     shapes = {shape[::order] for shape in weights for order in (1, -1)}
     for bucket, program in runner._programs.items():
         found = Counter()
-        for line in program.as_text().splitlines():
+        for line in (program.as_text() or "").splitlines():
             if (match := _RESULT.match(line)) and tuple(map(int, match[1].split(","))) in shapes:
                 found[match[2]] += 1
         assert set(found) == {"parameter"}, bucket

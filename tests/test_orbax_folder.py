@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import tiny_llama, tiny_qwen3
+from tiny_models import CONFIGS, tiny_llama, tiny_model
 
 from jaxvllm.models.loader import load_model, open_checkpoint, read_config
 from jaxvllm.models.orbax_folder import OrbaxFolder, write_orbax
@@ -77,15 +77,24 @@ def converted(tmp_path_factory):
     return folder, config, model
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
-@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])
-def test_config_and_weights_come_back_as_they_were(make, options, tmp_path):
-    config, model = write(make(tmp_path / "source", tokenizer=False), tmp_path / "out", **options)
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "quantization": "int8"}], ids=str)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe"])  # rotary kinds per layer; experts
+def test_config_and_weights_come_back_as_they_were(model_type, options, tmp_path):
+    config, model = write(tiny_model(tmp_path / "source", model_type, tokenizer=False), tmp_path / "out", **options)
     assert isinstance(open_checkpoint(tmp_path / "out"), OrbaxFolder)
     assert read_config(tmp_path / "out") == config
     again_config, again = load_model(tmp_path / "out")
     assert again_config == config
     assert_same(leaves_of(model), leaves_of(again))
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_config_of_every_architecture_survives_json(model_type, tmp_path):
+    source = tiny_model(tmp_path / "source", model_type, tokenizer=False)
+    config = read_config(source)
+    (tmp_path / "out").mkdir()
+    write_orbax(tmp_path / "out", config, load_model(source)[1])
+    assert read_config(tmp_path / "out") == config
 
 
 def test_dtype_and_int8_can_be_asked_for_at_load(converted):
@@ -95,11 +104,11 @@ def test_dtype_and_int8_can_be_asked_for_at_load(converted):
     for name, value in leaves_of(model).items():
         np.testing.assert_array_equal(leaves_of(narrow)[name], value.astype(jnp.bfloat16))
     _, rounded = load_model(folder, quantization="int8")
-    weight = rounded.layers[0].mlp.down.weight[...]
+    weight = rounded.layers[0].attention.o.weight[...]
     assert isinstance(weight, QuantizedWeight)
     np.testing.assert_allclose(
         weight.values * weight.scales[:, None],
-        model.layers[0].mlp.down.weight[...],
+        model.layers[0].attention.o.weight[...],
         atol=float(weight.scales.max()) / 2 * 1.001,
     )
 

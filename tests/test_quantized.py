@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,7 @@ def test_layers_products_are_quantised_and_nothing_else(make, tmp_path):
     expected = {name for name in kept if "norm" in name or name.startswith(("embed", "head"))}
     assert names == expected
     np.testing.assert_array_equal(model.embed.weight[...], whole.embed.weight[...])
-    rounded = attention.q.weight[...]
+    rounded: Any = attention.q.weight[...]
     np.testing.assert_allclose(
         rounded.values * rounded.scales[:, None],
         whole.layers[1].attention.q.weight[...],

@@ -1,5 +1,5 @@
 import re
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 from flax import nnx
@@ -17,9 +17,15 @@ def test_weight_map_names_every_parameter(model_type, tmp_path):
     state = nnx.state(nnx.eval_shape(lambda: architecture.make(model_config)))
     shapes = {".".join(map(str, path)): param.shape for path, param in nnx.to_flat_state(state)}
     stored = {name: value.shape for name, value in tiny_weights(CONFIGS[model_type]).items()}
-    sources = find_sources(shapes, architecture.weights, SimpleNamespace(shapes=stored, stored_name=str))
+    sources = find_sources(shapes, architecture.weights, stored)
     expected = [item for source in sources for item in source.stored_shapes(shapes).items()]
     assert sorted(expected) == sorted(stored.items())
+
+
+def test_every_architecture_has_its_row_in_the_documents():
+    page = (Path(__file__).parents[1] / "docs/models.md").read_text()
+    rows = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `") and "`" in line[3:]}
+    assert rows - {"model_type"} == set(registry.ARCHITECTURES)
 
 
 def test_unknown_architecture_is_refused_with_the_list():

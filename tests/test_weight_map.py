@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -13,9 +11,8 @@ WEIGHTS = {
 }
 
 
-def find(shapes, stored=(), rename=str):
-    stored_shapes = dict.fromkeys(stored, ())
-    return find_sources(shapes, WEIGHTS, SimpleNamespace(shapes=stored_shapes, stored_name=rename))
+def find(shapes, stored=(), **options):
+    return find_sources(shapes, WEIGHTS, dict.fromkeys(stored, ()), **options)
 
 
 def read(source, shapes, tensors):
@@ -34,7 +31,7 @@ def test_the_layers_number_goes_to_the_place_of_the_star():
 
 
 def test_a_checkpoint_may_store_it_under_another_name():
-    [source] = find({"layers.0.w.weight": (4, 2)}, rename=lambda name: f"stored.{name}")
+    [source] = find({"layers.0.w.weight": (4, 2)}, stored_name=lambda name: f"stored.{name}")
     assert source.names == ("stored.model.layers.0.w.weight",)
 
 
@@ -48,22 +45,25 @@ def test_rows_of_a_fused_tensor_are_split_in_their_order():
     np.testing.assert_array_equal(found["layers.0.k.weight"], fused[4:])
 
 
-def test_experts_are_stacked_in_the_order_of_their_numbers():
-    shapes = {"layers.3.experts.up.weight": (11, 2, 5)}
+def test_experts_are_stacked_in_the_order_of_their_numbers_each_transposed():
+    shapes = {"layers.3.experts.up.weight": (11, 5, 2)}
     [source] = find(shapes)
-    names = [f"model.layers.3.experts.{i}.up.weight" for i in range(11)]
-    assert source.stored_shapes(shapes) == dict.fromkeys(names, (2, 5))
-    found = read(source, shapes, {name: np.full((2, 5), i) for i, name in enumerate(names)})
-    assert (found["layers.3.experts.up.weight"][:, 0, 0] == np.arange(11)).all()
+    tensors = {f"model.layers.3.experts.{i}.up.weight": np.arange(10).reshape(2, 5) + 10 * i for i in range(11)}
+    assert source.stored_shapes(shapes) == dict.fromkeys(tensors, (2, 5))
+    stack = read(source, shapes, tensors)["layers.3.experts.up.weight"]
+    np.testing.assert_array_equal(stack, np.arange(110).reshape(11, 2, 5).swapaxes(1, 2))
+    assert stack.flags.c_contiguous
 
 
-def test_experts_that_are_stored_as_a_stack_are_taken_so():
-    shapes = {"layers.3.experts.up.weight": (2, 2, 5)}
+@pytest.mark.parametrize("num_experts", [1, 3])
+def test_experts_that_are_stored_as_a_stack_are_taken_so(num_experts):
+    shapes = {"layers.3.experts.up.weight": (num_experts, 5, 2)}
     name = "model.layers.3.experts.up.weight"
     [source] = find(shapes, stored=[name])
-    assert source.stored_shapes(shapes) == {name: (2, 2, 5)}
-    stack = np.arange(20).reshape(2, 2, 5)
-    np.testing.assert_array_equal(read(source, shapes, {name: stack})["layers.3.experts.up.weight"], stack)
+    assert source.stored_shapes(shapes) == {name: (num_experts, 2, 5)}
+    stack = np.arange(num_experts * 10).reshape(num_experts, 2, 5)
+    found = read(source, shapes, {name: stack})["layers.3.experts.up.weight"]
+    np.testing.assert_array_equal(found, stack.swapaxes(1, 2))
 
 
 def test_a_parameter_that_the_map_does_not_name_is_our_bug():

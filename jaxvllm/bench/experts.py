@@ -18,9 +18,9 @@ _REPEATS = 5
 
 def dense_mlp(
     x: Float[Array, "R D"],
-    gate: Float[Array, "E F D"],
-    up: Float[Array, "E F D"],
-    down: Float[Array, "E D F"],
+    gate: Float[Array, "E D F"],
+    up: Float[Array, "E D F"],
+    down: Float[Array, "E F D"],
     group_sizes: Int32[Array, " E"],
     *,
     hidden_act: str,
@@ -30,9 +30,9 @@ def dense_mlp(
     row = jnp.arange(x.shape[0])[:, None]
 
     def add_expert(e, out):
-        hidden = ACTIVATIONS[hidden_act](x @ gate[e].T) * (x @ up[e].T)
+        hidden = ACTIVATIONS[hidden_act](x @ gate[e]) * (x @ up[e])
         is_own = (row < end_row[e]) & (row >= end_row[e] - group_sizes[e])
-        return jnp.where(is_own, hidden @ down[e].T, out)
+        return jnp.where(is_own, hidden @ down[e], out)
 
     return jax.lax.fori_loop(0, gate.shape[0], add_expert, jnp.zeros_like(x))
 
@@ -46,7 +46,7 @@ def time_forms(
     """Yields each form's name and its median time in seconds, the forms taking turns; random routing."""
     rng = np.random.RandomState(0)
     rows, E, D, F = num_tokens * per_token, num_experts, hidden_size, intermediate_size
-    arrays = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, D), (E, F, D), (E, F, D), (E, D, F))]
+    arrays = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, D), (E, D, F), (E, D, F), (E, F, D))]
     chosen = np.concatenate([rng.choice(E, per_token, replace=False) for _ in range(num_tokens)])
     group_sizes = jnp.asarray(np.bincount(chosen, minlength=E), jnp.int32)
     programs = {name: jax.jit(partial(form, hidden_act="silu")) for name, form in FORMS.items()}

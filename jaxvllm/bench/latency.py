@@ -35,7 +35,7 @@ def measure(
         "summary": f"first token {first_ms['p50']:.0f} ms, then {token_ms['p50']:.0f} ms a token (medians)",
         "machine": describe(),
         "configuration": engine_options(engine),
-        "workload": {"name": workload, "num_requests": len(requests), "rate_per_s": rate},
+        "workload": {"name": workload.rsplit("/", 1)[-1], "num_requests": len(requests), "rate_per_s": rate},
         "start": start_figures(engine),
         "first_token_ms": first_ms,
         "per_token_ms": token_ms,

@@ -10,7 +10,9 @@ from typing import Self
 
 from jaxvllm.bench.requests import Request
 
-_SCRIPT = Path(__file__).parent / "peer_process.py"
+# In a folder of its own, which is the first that the peer's Python searches: names like our requests.py would get in
+# the way of the libraries there.
+_SCRIPT = Path(__file__).parent / "peer" / "process.py"
 PEERS = {  # name: (what its environment must import, how to get that, what it is called in a sentence)
     "hf": ("transformers", "pip install torch transformers gguf accelerate", "transformers' static batch"),
     "llamacpp": ("llama_cpp", "pip install llama-cpp-python", "llama.cpp"),

@@ -59,11 +59,11 @@ def measure(
     name = model.rsplit("/", 1)[-1] if model else random
     result = {
         "benchmark": "throughput",
-        "title": f"throughput, {name}, {workload}, {engine.model_config.dtype}",
+        "title": f"throughput, {name}, {workload.rsplit('/', 1)[-1]}, {engine.model_config.dtype}",
         "summary": f"{median.tokens_per_s:.1f} tokens/s",
         "machine": describe(),
         "configuration": engine_options(engine),
-        "workload": {"name": workload, "num_requests": len(requests)},
+        "workload": {"name": workload.rsplit("/", 1)[-1], "num_requests": len(requests)},
         "start": start_figures(engine),
         **median.report(),
         "all_run_s": [round(run.run_s, 3) for run in runs],

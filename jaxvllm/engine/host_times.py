@@ -20,7 +20,7 @@ class HostTimes:
     dispatch starts the program (and compiles it, where it is new); wait is for the device, read copies the ids.
     """
 
-    seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # by phase
     hidden_host_s: float = 0.0  # host work and transfers while the device was known to be busy
 
     def phase(self, name: Phase) -> "_Timer":
@@ -49,7 +49,7 @@ class _Timer:
 
     __slots__ = ("_annotation", "_name", "_seconds", "_start")
 
-    def __init__(self, seconds: dict[Phase, float], name: Phase):
+    def __init__(self, seconds: dict[str, float], name: Phase):
         self._seconds, self._name = seconds, name
         self._annotation = TraceAnnotation(name)
 

@@ -157,7 +157,7 @@ class LLMEngine:
         with times.phase("schedule"):
             ahead = self.scheduler.schedule_ahead()
         following = None if ahead is None else self._dispatch(*ahead)
-        if not ids.is_ready():  # the device was busy all the while
+        if not self.model_runner.is_done(ids):  # the device was busy all the while
             times.hidden_host_s += times.busy_s - self._busy_s_at_read
         with self._restart_on_failure():
             token_ids = self.model_runner.read(ids, len(flight.seqs))

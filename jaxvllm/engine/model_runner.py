@@ -127,6 +127,10 @@ class ModelRunner:
         with self.times.phase("read"):
             return np.asarray(ids)[:num_seqs].tolist()
 
+    def is_done(self, ids: Int32[Array, " ids"]) -> bool:
+        """Whether `read` would return without waiting."""
+        return ids.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  # jax's stub of Array lacks it
+
     def restore_cache(self) -> bool:
         """After a step that failed: allocates the cache anew if the step took it along; returns whether it did."""
         try:

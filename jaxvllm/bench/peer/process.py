@@ -17,7 +17,8 @@ class Transformers:
     packages = ("torch", "transformers")
 
     def __init__(self, model, dtype, requests):
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]  # all three are of the peer's environment
+        import transformers
         from transformers import AutoModelForCausalLM
 
         self.torch = torch
@@ -25,6 +26,10 @@ class Transformers:
         path = Path(model)
         options = {"dtype": getattr(torch, dtype)}
         if path.suffix == ".gguf":
+            if hasattr(
+                transformers, "GgufConfig"
+            ):  # else unpacked at any rate: packed weights are another, slower thing
+                options["quantization_config"] = transformers.GgufConfig(dequantize=True)
             self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
         else:
             self.model = AutoModelForCausalLM.from_pretrained(model, **options)
@@ -46,7 +51,7 @@ class Transformers:
                 max_new_tokens=self.num_new,
                 pad_token_id=0,
             )
-        assert out.shape[1] == self.ids.shape[1] + self.num_new
+        assert len(out[0]) == self.ids.shape[1] + self.num_new
 
 
 class LlamaCpp:
@@ -55,7 +60,7 @@ class LlamaCpp:
     packages = ("llama-cpp-python",)
 
     def __init__(self, model, dtype, requests):
-        import llama_cpp
+        import llama_cpp  # pyright: ignore[reportMissingImports]
 
         longest = max(len(request["token_ids"]) + request["max_tokens"] for request in requests)
         threads = os.cpu_count() or 1
@@ -74,7 +79,7 @@ class VLLM:
     packages = ("vllm", "torch")
 
     def __init__(self, model, dtype, requests):
-        from vllm import LLM, SamplingParams, TokensPrompt
+        from vllm import LLM, SamplingParams, TokensPrompt  # pyright: ignore[reportMissingImports]
 
         longest = max(len(request["token_ids"]) + request["max_tokens"] for request in requests)
         self.model = LLM(model, dtype=dtype, max_model_len=longest, enable_prefix_caching=False)
