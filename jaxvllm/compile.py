@@ -49,7 +49,8 @@ class Target:
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
     """One compiled step, in bytes of one chip. `pool_bytes` is the cache in it, all layers, which aliases fully when
-    `alias_bytes` is as much."""
+    `alias_bytes` is as much. Where the compiler gave up for want of memory, `refusal` is its word, alias and
+    temporaries are 0 and the arguments counted from their shapes."""
 
     name: str
     backend: str
@@ -59,6 +60,7 @@ class StepReport:
     pool_bytes: int
     temp_bytes: int
     hbm_bytes: int
+    refusal: str | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -66,7 +68,7 @@ class StepReport:
 
     @property
     def fits(self) -> bool:
-        return self.needed_bytes <= self.hbm_bytes
+        return self.refusal is None and self.needed_bytes <= self.hbm_bytes
 
 
 def find_target(spec: str) -> Target:
@@ -104,19 +106,28 @@ def _compile_step(name: str, target: Target, bucket: Bucket, model: ModelConfig,
     _, words = packed_fields(bucket)
     packed = jax.ShapeDtypeStruct((words,), jnp.int32)
     ids = jax.ShapeDtypeStruct((config.max_num_seqs,), jnp.int32)
-    begin = time.perf_counter()
     step = partial(engine_step, graphdef, bucket=bucket, backend=backend)
-    memory = chips.lower_on(target.mesh, step, params, cache, packed, ids, donate=(1,)).compile().memory_analysis()
+    report = partial(StepReport, name=name, backend=backend, pool_bytes=pool_bytes, hbm_bytes=target.hbm_bytes)
+    begin = time.perf_counter()
+    lowered = chips.lower_on(target.mesh, step, params, cache, packed, ids, donate=(1,))
+    try:
+        memory = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "CompileTimeHbmOom" not in str(error):
+            raise
+        return report(
+            compile_s=time.perf_counter() - begin,
+            argument_bytes=sum(map(_bytes_on_a_chip, jax.tree.leaves((params, cache)))),
+            alias_bytes=0,
+            temp_bytes=0,
+            refusal=str(error).splitlines()[0],
+        )
     assert memory is not None  # these compilers know
-    return StepReport(
-        name=name,
-        backend=backend,
+    return report(
         compile_s=time.perf_counter() - begin,
         argument_bytes=memory.argument_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
-        pool_bytes=pool_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        hbm_bytes=target.hbm_bytes,
     )
 
 
@@ -143,16 +154,17 @@ def _share_weight(mesh: Mesh, path: tuple[Any, ...], weight: Any) -> jax.ShapeDt
     return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=NamedSharding(mesh, spec))
 
 
+def _bytes_on_a_chip(x: jax.ShapeDtypeStruct) -> int:
+    assert x.sharding is not None
+    return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
+
+
 def _pools(
     target: Target, bucket: Bucket, model: ModelConfig, config: EngineConfig, backend: str, params: Any
 ) -> tuple[list[jax.ShapeDtypeStruct], int]:
     """Returns the cache's pools, and the bytes of them on a chip: what fits beside the weights, or was asked for."""
     dtype = jnp.dtype(model.dtype)
     heads = NamedSharding(target.mesh, PartitionSpec(None, CHIP_AXIS))
-
-    def bytes_on_a_chip(x: jax.ShapeDtypeStruct) -> int:
-        assert x.sharding is not None
-        return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
 
     def pool(num_blocks: int) -> jax.ShapeDtypeStruct:
         shape = kv_cache.pool_shape(num_blocks, model.num_kv_heads, config.kvcache_block_size, model.head_dim, backend)
@@ -165,9 +177,9 @@ def _pools(
 
     num_blocks = config.num_kvcache_blocks
     if num_blocks == -1:
-        weight_bytes = sum(bytes_on_a_chip(x) for x in jax.tree.leaves(params))
+        weight_bytes = sum(_bytes_on_a_chip(x) for x in jax.tree.leaves(params))
         room = int(CACHE_SHARE * target.hbm_bytes) - weight_bytes
         # where nothing fits the step is compiled all the same, with one sequence's
-        num_blocks = max(room // (bytes_on_a_chip(pool(1)) * model.num_layers), bucket.num_blocks)
+        num_blocks = max(room // (_bytes_on_a_chip(pool(1)) * model.num_layers), bucket.num_blocks)
     one = pool(num_blocks)
-    return [one] * model.num_layers, bytes_on_a_chip(one) * model.num_layers
+    return [one] * model.num_layers, _bytes_on_a_chip(one) * model.num_layers

@@ -73,6 +73,17 @@ def test_a_real_model_compiles_without_its_weights():
         assert step["fits"]
 
 
+@pytest.mark.slow
+@needs_libtpu
+def test_a_model_too_large_for_the_chip_is_said_not_to_fit(tiny_config):
+    config = json.loads((tiny_config / "config.json").read_text())
+    (tiny_config / "config.json").write_text(json.dumps({**config, "vocab_size": 20_000_000}))  # 41 GB of embedding
+    steps = reports("v6e-1", tiny_config, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=256)
+    assert [step["fits"] for step in steps] == [False, False]
+    assert all("exceeds available HBM" in step["refusal"] for step in steps)
+    assert all(step["argument_bytes"] > step["hbm_bytes"] for step in steps)
+
+
 def test_chips_that_cannot_be_compiled_for_are_refused():
     for spec in ("v4-1", "v6e", "v6e-0", "h100-x"):
         with pytest.raises(ValueError, match=f"chip '{spec}' is none of v5e, v5p, v6e, tpu7x, a100, .* as in v6e-1"):

@@ -33,10 +33,13 @@ def compile_command(
         max_model_len=max_model_len,
     )
     for step in compile_steps(chip, model.parent if model.name == "config.json" else model, config):
+        title = f"{step.name}, attention {step.backend}: "
+        memory = f"arguments {step.argument_bytes // _MIB:,} MiB (cache {step.pool_bytes // _MIB:,} MiB"
+        if step.refusal is not None:
+            click.echo(f"{title}does not fit {step.hbm_bytes // _MIB:,} MiB; {memory}). {step.refusal}")
+            continue
         cache = "aliased" if step.alias_bytes == step.pool_bytes else f"{step.alias_bytes // _MIB:,} MiB aliased"
         click.echo(
-            f"{step.name}, attention {step.backend}: compiled in {step.compile_s:.1f} s; "
-            f"arguments {step.argument_bytes // _MIB:,} MiB "
-            f"(cache {step.pool_bytes // _MIB:,} MiB, {cache}), temporaries {step.temp_bytes // _MIB:,} MiB: "
+            f"{title}compiled in {step.compile_s:.1f} s; {memory}, {cache}), temporaries {step.temp_bytes // _MIB:,} MiB: "
             f"{'fits' if step.fits else 'does not fit'} {step.hbm_bytes // _MIB:,} MiB"
         )
