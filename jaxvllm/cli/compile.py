@@ -40,6 +40,7 @@ def compile_command(
             continue
         cache = "aliased" if step.alias_bytes == step.pool_bytes else f"{step.alias_bytes // _MIB:,} MiB aliased"
         click.echo(
-            f"{title}compiled in {step.compile_s:.1f} s; {memory}, {cache}), temporaries {step.temp_bytes // _MIB:,} MiB: "
+            f"{title}compiled in {step.compile_s:.1f} s; {memory}, {cache}), "
+            f"temporaries {step.temp_bytes // _MIB:,} MiB: "
             f"{'fits' if step.fits else 'does not fit'} {step.hbm_bytes // _MIB:,} MiB"
         )
