@@ -6,7 +6,7 @@ from jaxvllm.bench import kernel
 from jaxvllm.bench.schedule import Case, Region, parse
 
 CASE = Case(
-    chip="v6e", kernel="decode", num_heads=32, num_kv_heads=8, head_dim=128, block_size=64, max_context=1024,
+    chip="v5e", kernel="decode", num_heads=32, num_kv_heads=8, head_dim=128, block_size=64, max_context=1024,
     num_seqs=3, num_tokens=3,
 )  # fmt: skip
 ROW_BYTES = 8 * 2 * 128 * 2
@@ -20,6 +20,13 @@ def test_a_decode_moves_its_live_tiles_and_no_more():
     assert trips.floor_bytes == (1 + 64 + 330) * ROW_BYTES + 3 * IO_BYTES
     assert (trips.steps, trips.whole_copies, trips.part_copies) == (3, 6, 2)
     assert (trips.inside, trips.boundary) == (1, 3)
+
+
+def test_sequences_that_stand_together_take_their_steps_together():
+    """v6e takes two at a time, the longest first: [330, 64], then [1]."""
+    trips = kernel.count_decode([1, 64, 330], Case(**{**vars(CASE), "chip": "v6e"}))
+    assert (trips.steps, trips.whole_copies, trips.part_copies) == (2, 6, 2)
+    assert (trips.inside, trips.boundary) == (0, 3)
 
 
 def test_a_chunk_is_a_step():

@@ -35,16 +35,16 @@ def expected_tokens(recorded):
 
 
 def count_chunks(llm):
-    """Counts the prefill steps that leave a prompt unfinished."""
+    """Returns a list that collects the sequence of each step that runs a part of a prompt only."""
     chunks = []
-    schedule = llm.engine.scheduler.schedule
+    schedule_prefill = llm.engine.scheduler._schedule_prefill  # of `schedule` and `schedule_ahead` alike
 
     def counting():
-        seqs, is_prefill = schedule()
+        seqs = schedule_prefill()
         chunks.extend(seq for seq in seqs if seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens)
-        return seqs, is_prefill
+        return seqs
 
-    llm.engine.scheduler.schedule = counting
+    llm.engine.scheduler._schedule_prefill = counting
     return chunks
 
 
