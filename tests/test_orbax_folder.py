@@ -1,3 +1,4 @@
+import gc
 import json
 import shutil
 import subprocess
@@ -159,6 +160,9 @@ def test_what_does_not_fit_is_named(converted, change, message, tmp_path):
         load_model(folder)
 
 
+# Orbax gives up at the first tensor that fails, and leaves the reading of the others to the garbage collector: here,
+# where that is expected, and not in a later test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_damaged_weights_are_named(converted, tmp_path):
     folder = shutil.copytree(converted[0], tmp_path / "out")
     largest = max((folder / "weights").rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
@@ -168,6 +172,7 @@ def test_damaged_weights_are_named(converted, tmp_path):
     shutil.rmtree(folder / "weights")
     with pytest.raises(ValueError, match=r"weights is damaged or incomplete"):
         load_model(folder)
+    gc.collect()
 
 
 def test_folder_without_its_marker_is_an_interrupted_conversion(converted, tmp_path):
