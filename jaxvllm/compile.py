@@ -89,6 +89,8 @@ def compile_steps(chip: str, path: Path, config: EngineConfig) -> Iterator[StepR
     """Compiles the largest prefill and the largest decode of an engine, one after the other."""
     target = find_target(chip)
     model_config = read_config(path)
+    if model_config.experts is not None and target.num_chips > 1:
+        raise ValueError(f"{chip}: mixtures of experts are not shared out to several chips yet, use one.")
     limit = config.max_num_batched_tokens
     M = config.max_blocks_per_seq
     for name, bucket in (

@@ -9,15 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-SUBLANES = 8
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: (-inf) - (-inf) would be NaN
 # it moved in jax 0.12
 _approximate_reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal
 _LOG2_E = 1.4426950408889634
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def round_up(x, power: int):

@@ -54,6 +54,7 @@ def test_whole_steps_compile_and_update_their_cache_in_place(tiny_config, chip):
     steps = reports(
         chip, tiny_config, kvcache_block_size=64, max_num_batched_tokens=256, max_num_seqs=16, max_model_len=1024
     )
+    assert len(steps) == 2
     for step in steps:
         assert step["backend"].partition(":")[0] == ("gpu" if chip.startswith("h") else "tpu")
         assert step["alias_bytes"] == step["pool_bytes"]

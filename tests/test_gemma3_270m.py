@@ -50,7 +50,6 @@ def test_a_prompt_longer_than_its_windows_is_the_same_in_chunks_and_from_the_cac
     [warm] = llm.generate([LONG_PROMPT], params, use_tqdm=False)
     assert warm.num_cached_tokens > 512
     assert warm.token_ids == cold.token_ids
-    assert "colours" in cold.text or "red" in cold.text or "sea" in cold.text
 
 
 @pytest.mark.timeout(1800)  # a busy machine takes its time

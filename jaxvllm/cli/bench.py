@@ -28,11 +28,13 @@ def kernel(chip: str, model: str, workload: str, block_size: int, prefill_tokens
     Bytes are those of the loops' copies, cycles the compiler's schedule, bandwidth and peak the vendor's. The time is
     max(bytes / bandwidth, cycles / clock) plus the first copy: a prediction, not a measurement.
     """
+    from jaxvllm import chips
     from jaxvllm.bench import kernel as counts
 
     for name, value, known in (("model", model, counts.HEADS), ("workload", workload, counts.WORKLOADS)):
         if value not in known:
             raise ValueError(f"--{name}={value} is none of {', '.join(known)}.")
+    chips.mesh_of(chip)  # says what is missing, here and not in the process that compiles
     reports = {f"decode, {workload}": counts.decode_report(chip, counts.HEADS[model], workload, block_size)}
     if prefill_tokens:
         report = counts.prefill_report(chip, counts.HEADS[model], prefill_tokens, block_size)

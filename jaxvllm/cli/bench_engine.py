@@ -38,7 +38,7 @@ def _print(result: Mapping[str, Any], output: Path | None):
 @click.command()
 @_with(_MODEL_OPTIONS)
 @click.option("--workload", default="nano", help="nano, short, single, or a JSONL file of requests.")
-@click.option("--repeats", default=3, help="Timed runs; the median counts.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, help="Timed runs; the median counts.")
 @click.option(
     "--against",
     help="hf, llamacpp or vllm on the same token ids, or turns (no async_scheduling): ratio of runs in turns.",
@@ -76,7 +76,9 @@ def latency(output: Path | None, **options: Any):
 @click.option("--shared", default=1024, help="Tokens that they share.")
 @click.option("--length", default=1152, help="Tokens of each prompt.")
 @click.option("--max-tokens", default=8, help="New tokens of each.")
-@click.option("--repeats", default=3, help="Timed runs with and without the cache, in turns.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=3, help="Timed runs with and without the cache, in turns."
+)
 @_OUTPUT
 @engine_options
 def prefix(output: Path | None, **options: Any):

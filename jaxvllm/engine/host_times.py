@@ -35,10 +35,6 @@ class HostTimes:
         return sum(self.seconds[name] for name in TRANSFERS)
 
     @property
-    def wait_s(self) -> float:
-        return self.seconds["wait"]
-
-    @property
     def busy_s(self) -> float:
         """Everything but waiting."""
         return self.host_s + self.transfer_s
