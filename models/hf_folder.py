@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from jaxvllm.models.config import ModelConfig, read_hf_config, read_json
 logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")  # what else may lie there: the same weights in another layout
 _SINGLE = "model.safetensors"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as safetensors names them
 
@@ -49,6 +51,11 @@ class HFFolder:
         found: dict[str, _Entry] = {}
         shards = _shards(self.path)
         for file in sorted(set(self.path.glob("*.safetensors")) - shards.keys()):
+            if _SHARD.fullmatch(file.name):
+                raise ValueError(
+                    f"{file} is a shard that {_INDEX} does not name: one of them is of another version of the model. "
+                    "Delete the file, or fetch the folder again."
+                )
             logger.warning("%s is not read: %s names the files of the model, and not this one.", file, _INDEX)
         for file, names in shards.items():
             entries = _read_header(file)

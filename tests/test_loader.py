@@ -1,4 +1,5 @@
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -96,9 +97,16 @@ def test_unknown_dtype_is_refused(folder):
 def test_only_the_shards_that_the_index_names_are_read(folder, caplog):
     stored = load_file(folder / "model.safetensors")
     split_into_shards(folder)
-    (folder / "model-00003-of-00002.safetensors").write_bytes(b"a stray file, and a broken one")
+    (folder / "consolidated.safetensors").write_bytes(b"another file, and a broken one")
     assert_holds(load_model(folder)[1], stored)
-    assert "model-00003-of-00002.safetensors is not read" in caplog.text  # neither taken nor passed over in silence
+    assert "consolidated.safetensors is not read" in caplog.text  # neither taken nor passed over in silence
+
+
+def test_a_stray_shard_is_refused_by_name(folder):
+    split_into_shards(folder)
+    shutil.copy(next(folder.glob("model-*.safetensors")), folder / "model-00003-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"model-00003-of-00002\.safetensors is a shard that .* does not name"):
+        load_model(folder)
 
 
 def test_each_weight_goes_where_the_sharding_rule_says(folder):
