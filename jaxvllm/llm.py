@@ -64,7 +64,7 @@ class LLM:
                 seqs.append(self._make_sequence(prompt, p))
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}") from error
-        return self._run([self.engine.add(seq) for seq in seqs], use_tqdm)
+        return self._run(seqs, use_tqdm)
 
     def chat(
         self,
@@ -115,10 +115,10 @@ class LLM:
         """Whether nothing is left for `step` to run or to return."""
         return self.engine.is_finished() and not self._undelivered
 
-    def _run(self, request_ids: list[int], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, seqs: list[EngineSequence], use_tqdm: bool) -> list[RequestOutput]:
         with (
-            self._claim(request_ids),
-            tqdm(total=len(request_ids), desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as progress,
+            self._claim(seqs) as request_ids,
+            tqdm(total=len(seqs), desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as progress,
         ):
             while (num_ended := sum(self._claimed[i] is not None for i in request_ids)) < len(request_ids):
                 progress.update(num_ended - progress.n)
@@ -130,7 +130,7 @@ class LLM:
     def _stream(self, seq: EngineSequence) -> Iterator[str]:
         detokenizer = Detokenizer(self.tokenizer)
         num_taken = 0
-        with self._claim([self.engine.add(seq)]):
+        with self._claim([seq]):
             while not (seq.is_finished and num_taken == seq.num_completion_tokens):
                 if num_taken == seq.num_completion_tokens:
                     self._advance()  # unless a step between two of our texts has brought tokens already
@@ -142,14 +142,20 @@ class LLM:
                 yield text
 
     @contextmanager
-    def _claim(self, request_ids: list[int]) -> Iterator[None]:
-        """Keeps the outputs of some requests for the caller; aborts those that have not ended when it leaves."""
-        self._claimed |= dict.fromkeys(request_ids)
+    def _claim(self, seqs: list[EngineSequence]) -> Iterator[list[int]]:
+        """Queues requests and keeps their outputs for the caller, who gets their numbers.
+
+        Those that have not ended when it leaves are aborted, also where it is interrupted while it queues.
+        """
+        request_ids: list[int] = []
         try:
-            yield
+            for seq in seqs:
+                request_ids.append(self.engine.add(seq))
+                self._claimed[request_ids[-1]] = None
+            yield request_ids
         finally:
             for request_id in request_ids:
-                del self._claimed[request_id]
+                self._claimed.pop(request_id, None)
                 self.engine.abort(request_id)  # nothing, where it has ended
 
     def _advance(self):

@@ -32,6 +32,8 @@ class ExpertsConfig:
         for name in ("num_experts", "num_experts_per_token", "intermediate_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} of the experts is not a positive number.")
+        if self.shared_intermediate_size is not None and self.shared_intermediate_size < 1:
+            raise ValueError(f"shared_intermediate_size={self.shared_intermediate_size} is not a positive number.")
         if self.num_experts_per_token > self.num_experts:
             raise ValueError(f"{self.num_experts_per_token} experts per token of {self.num_experts} there are not.")
 

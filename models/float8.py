@@ -43,6 +43,8 @@ def dequantize(weight: np.ndarray, scale: np.ndarray, float8: Float8, dtype: np.
     The scale is one number, one per output channel, or one per block. Raises ValueError on any other shape.
     """
     scale = scale.astype(np.float32)
+    if not np.isfinite(scale).all():
+        raise ValueError("its scales are not all finite numbers.")
     per_block = False
     if scale.size == 1:
         scale = scale.reshape(1, 1)

@@ -58,6 +58,7 @@ def test_a_row_of_padding_may_hold_anything():
         ({"num_experts": 0}, "num_experts=0"),
         ({"num_experts_per_token": 9}, "9 experts per token of 8"),
         ({"intermediate_size": -1}, "intermediate_size=-1"),
+        ({"shared_intermediate_size": -1}, "shared_intermediate_size=-1"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(changes, message):

@@ -118,6 +118,10 @@ def test_scale_of_an_input_is_no_surplus(folder):
             {"model.layers.1.mlp.up_proj.weight_scale_inv": np.ones((3, 3), np.float32)},
             r"'model.layers.1.mlp.up_proj.weight' is F8_E4M3: a scale of \[3, 3\] does not fit \[160, 64\] and blocks",
         ),
+        (
+            {"model.layers.1.mlp.up_proj.weight_scale_inv": np.full(1, np.nan, np.float32)},
+            r"'model.layers.1.mlp.up_proj.weight' is F8_E4M3: its scales are not all finite",
+        ),
         ({"model.norm.weight_scale_inv": np.ones(1, np.float32)}, "holds the tensor 'model.norm.weight_scale_inv'"),
         ({"model.layers.1.mlp.up_proj.weight": None}, "lacks the tensor 'model.layers.1.mlp.up_proj.weight'"),
     ],

@@ -281,6 +281,22 @@ class TestAbort:
         assert llm.is_finished()
         assert_all_blocks_free(llm)
 
+    def test_generate_interrupted_while_it_queues_leaves_no_request(self, llm, monkeypatch):
+        add, added = llm.engine.add, []
+
+        def add_one_only(seq):
+            if added:
+                raise KeyboardInterrupt
+            added.append(add(seq))
+            return added[-1]
+
+        monkeypatch.setattr(llm.engine, "add", add_one_only)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2, 3], [9] * 11], greedy(9), use_tqdm=False)
+        assert added
+        assert llm.is_finished()
+        assert not llm._claimed
+
 
 def fail_at(monkeypatch, llm, *, step, error, lose_cache=False):
     """Makes the step of that number fail, before or after the device has taken the cache along."""

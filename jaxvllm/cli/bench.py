@@ -4,6 +4,8 @@ import click
 
 from jaxvllm.cli.bench_engine import COMMANDS
 
+_POSITIVE = click.IntRange(min=1)
+
 
 @click.group()
 def bench():
@@ -47,16 +49,26 @@ def kernel(chip: str, model: str, workload: str, block_size: int, prefill_tokens
 
 
 @bench.command()
-@click.option("--tokens", "token_counts", multiple=True, default=(8, 256), show_default=True, help="Tokens of a step.")
-@click.option("--experts", "num_experts", default=64, show_default=True)
-@click.option("--per-token", default=8, show_default=True, help="Experts that a token goes through.")
-@click.option("--hidden-size", default=512, show_default=True)
-@click.option("--intermediate-size", default=256, show_default=True, help="Of each expert.")
-@click.option("--dtype", default="bfloat16", show_default=True)
+@click.option(
+    "--tokens",
+    "token_counts",
+    type=_POSITIVE,
+    multiple=True,
+    default=(8, 256),
+    show_default=True,
+    help="Tokens of a step.",
+)
+@click.option("--experts", "num_experts", type=_POSITIVE, default=64, show_default=True)
+@click.option("--per-token", type=_POSITIVE, default=8, show_default=True, help="Experts that a token goes through.")
+@click.option("--hidden-size", type=_POSITIVE, default=512, show_default=True)
+@click.option("--intermediate-size", type=_POSITIVE, default=256, show_default=True, help="Of each expert.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", show_default=True)
 def experts(token_counts: tuple[int, ...], num_experts: int, per_token: int, dtype: str, **sizes: int):
     """Time the forms of a mixture of experts on this machine's default device."""
     from jaxvllm.bench.experts import time_forms
 
+    if per_token > num_experts:
+        raise ValueError(f"--per-token={per_token} is more than the {num_experts} experts there are (--experts).")
     for num_tokens in token_counts:
         click.echo(f"{num_tokens} tokens to {per_token} of {num_experts} experts, {dtype}")
         for name, seconds in time_forms(num_tokens, num_experts=num_experts, per_token=per_token, dtype=dtype, **sizes):
