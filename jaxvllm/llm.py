@@ -132,7 +132,7 @@ class LLM:
         num_taken = 0
         with self._claim([seq]):
             while not (seq.is_finished and num_taken == seq.num_completion_tokens):
-                if num_taken == seq.num_completion_tokens:
+                if num_taken >= seq.num_completion_tokens:
                     self._advance()  # unless a step between two of our texts has brought tokens already
                 new = seq.completion_token_ids[num_taken:]
                 num_taken += len(new)

@@ -101,9 +101,9 @@ class Overlapped:
         self.under_way = following
 
     def fail(self):
-        """As if the device had lost what it was doing, and the cache."""
+        """As if the device had lost what it was doing."""
         self.under_way = None
-        self.scheduler.restart(cache_lost=True)
+        self.scheduler.restart([*self.scheduler.running, *self.scheduler.waiting])
 
     def _dispatch(self, seqs: list[Sequence], is_prefill: bool) -> tuple[Flight, list[int]]:
         self.ids = self.device.run(seqs, self.ids)

@@ -281,6 +281,38 @@ class TestAbort:
         assert llm.is_finished()
         assert_all_blocks_free(llm)
 
+    @pytest.mark.parametrize("call", [1, 2])
+    @pytest.mark.parametrize(
+        "place",
+        [
+            *("scheduler.schedule_ahead", "scheduler.advance", "scheduler.settle", "scheduler._finish"),
+            *("block_manager.allocate", "block_manager.may_append", "block_manager.hash_blocks"),
+            "block_manager.deallocate",
+        ],
+    )
+    def test_an_interrupt_amid_the_books_leaves_them_balanced(self, llm, monkeypatch, place, call):
+        prompts = [[1, 2, 3], [9] * 11, [5] * 7]
+        expected = [output.token_ids for output in llm.generate(prompts, greedy(9), use_tqdm=False)]
+        owner, name = place.split(".")
+        target = llm.engine.scheduler if owner == "scheduler" else llm.engine.scheduler.block_manager
+        method, calls = getattr(target, name), []
+
+        def interrupted(*args):
+            calls.append(args)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+            return method(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts, greedy(9), use_tqdm=False)
+        assert len(calls) >= call
+        assert llm.is_finished()
+        assert_all_blocks_free(llm)
+        again = llm.generate(prompts, greedy(9), use_tqdm=False)
+        assert [output.token_ids for output in again] == expected
+
     def test_generate_interrupted_while_it_queues_leaves_no_request(self, llm, monkeypatch):
         add, added = llm.engine.add, []
 

@@ -1,9 +1,7 @@
 """The loop: schedule, run, postprocess. Token ids in, token ids out."""
 
 import dataclasses
-from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -125,9 +123,15 @@ class LLMEngine:
         is lost: all compute again from the next step on.
         """
         start = perf_counter()
-        seqs, is_prefill, num_tokens, num_new_tokens = (
-            self._step_ahead() if self.config.async_scheduling else self._step_in_turn()
-        )
+        try:
+            seqs, is_prefill, num_tokens, num_new_tokens = (
+                self._step_ahead() if self.config.async_scheduling else self._step_in_turn()
+            )
+        except BaseException:
+            self._under_way = None
+            self.model_runner.restore_cache()
+            self.scheduler.restart([seq for seq in self._sequences.values() if not seq.is_finished])
+            raise
         finished = [seq for seq in seqs if seq.is_finished and self._sequences.pop(seq.seq_id, None)]
         self._account(is_prefill, num_tokens, num_new_tokens, perf_counter() - start)
         return finished
@@ -139,8 +143,7 @@ class LLMEngine:
             seqs, is_prefill = self.scheduler.schedule()
         num_tokens = sum([seq.num_scheduled_tokens for seq in seqs])
         num_known = sum([seq.num_tokens for seq in seqs])
-        with self._restart_on_failure():
-            token_ids = self.model_runner.run(seqs, is_prefill)
+        token_ids = self.model_runner.run(seqs, is_prefill)
         with times.phase("postprocess"):
             self.scheduler.postprocess(seqs, token_ids, is_prefill)
         return seqs, is_prefill, num_tokens, sum([seq.num_tokens for seq in seqs]) - num_known
@@ -159,8 +162,7 @@ class LLMEngine:
         following = None if ahead is None else self._dispatch(*ahead)
         if not self.model_runner.is_done(ids):  # the device was busy all the while
             times.hidden_host_s += times.busy_s - self._busy_s_at_read
-        with self._restart_on_failure():
-            token_ids = self.model_runner.read(ids, len(flight.seqs))
+        token_ids = self.model_runner.read(ids, len(flight.seqs))
         self._under_way, self._busy_s_at_read = following, times.busy_s
         num_tokens = sum(flight.num_new)
         num_known = sum([len(seq.token_ids) for seq in flight.seqs])
@@ -169,19 +171,9 @@ class LLMEngine:
         return flight.seqs, flight.is_prefill, num_tokens, sum([len(seq.token_ids) for seq in flight.seqs]) - num_known
 
     def _dispatch(self, seqs: list[Sequence], is_prefill: bool) -> tuple[Flight, Array]:
-        with self._restart_on_failure():
-            ids = self.model_runner.dispatch(seqs, is_prefill)
+        ids = self.model_runner.dispatch(seqs, is_prefill)
         with self.stats.times.phase("postprocess"):
             return self.scheduler.advance(seqs, is_prefill), ids
-
-    @contextmanager
-    def _restart_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._under_way = None
-            self.scheduler.restart(cache_lost=self.model_runner.restore_cache())
-            raise
 
     def abort(self, seq_id: int) -> Sequence | None:
         """Ends a request and frees its blocks; returns its sequence, or None when it is not (or no longer) here."""

@@ -129,20 +129,18 @@ class Scheduler:
         queue.remove(seq)
         self._finish(seq, "abort")
 
-    def restart(self, *, cache_lost: bool):
-        """After a step that failed: every sequence gives its blocks back and computes again, in the same order.
+    def restart(self, seqs: list[Sequence]):
+        """After a step that failed or was interrupted: the unfinished `seqs` compute again, in this order.
 
-        `cache_lost` says that the blocks' contents are gone too, so that no prefix may be found again.
+        The books may be half written, so they are begun anew: every block is free, and no prefix is found again.
         """
-        seqs = [*self.running, *(seq for seq in self.waiting if seq.block_table)]
+        self.block_manager = BlockManager(len(self.block_manager.blocks), self.block_size)
         self.running.clear()
-        self.waiting = deque(seq for seq in self.waiting if not seq.block_table)
-        for seq in reversed(seqs):
-            seq.num_scheduled_tokens = 0
-            seq.drop_pending()
-            self.preempt(seq)
-        if cache_lost:
-            self.block_manager.forget_contents()
+        self.waiting = deque(seqs)
+        for seq in seqs:
+            seq.start_over()
+            if seq.num_completion_tokens and self._reason_to_finish(seq) is not None:
+                seq.drop_last_token()  # interrupted before it could end: the same token will come again
 
     def schedule_ahead(self) -> tuple[list[Sequence], bool] | None:
         """As `schedule`, while a step is under way; None where it takes that step's ids to decide.

@@ -127,6 +127,21 @@ class Sequence:
         self.last_token = token_id
         self.num_pending_tokens -= 1
 
+    def start_over(self):
+        """Forgets everything but its tokens, to compute them again."""
+        self.status = SequenceStatus.WAITING
+        self.is_prefill = True
+        self.block_table = []
+        self.num_tokens = len(self.token_ids)
+        self.last_token = self.token_ids[-1]
+        self.num_pending_tokens = self.num_cached_tokens = self.num_scheduled_tokens = 0
+
+    def drop_last_token(self):
+        self.token_ids.pop()
+        self.last_token = self.token_ids[-1]
+        self.num_tokens -= 1
+        del self.block_hashes[self.num_tokens // self.block_size :]
+
     def drop_pending(self):
         """Forgets the pending tokens, whatever their steps will sample."""
         self.num_tokens -= self.num_pending_tokens
