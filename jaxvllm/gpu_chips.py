@@ -35,9 +35,18 @@ def why_no_compiler() -> str | None:
 
 def memory_bytes(chip: str) -> int:
     """Returns a chip's memory by its description."""
-    found = re.search(r"device_memory_size: (\d+)", (_TARGETS / f"{chip}.txtpb").read_text())
-    assert found is not None
-    return int(found[1])
+    [found] = re.findall(r"device_memory_size: (\d+)", _description(chip))
+    return int(found)
+
+
+def compute_capability(chip: str) -> str:
+    """Returns a chip's compute capability by its description, as "9.0"."""
+    [(major, minor)] = re.findall(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", _description(chip))
+    return f"{major}.{minor or 0}"
+
+
+def _description(chip: str) -> str:
+    return (_TARGETS / f"{chip}.txtpb").read_text()
 
 
 @cache
@@ -49,7 +58,7 @@ def mesh_of(chip: str, num_chips: int = 1) -> Mesh:
     if reason is not None:
         raise ValueError(f"cannot compile for {chip}: {reason}.")
     topology = topologies.get_topology_desc(
-        platform="cuda", topology=f"1x1x{num_chips}", target_config=(_TARGETS / f"{chip}.txtpb").read_text()
+        platform="cuda", topology=f"1x1x{num_chips}", target_config=_description(chip)
     )
     return Mesh(np.array(topology.devices), (CHIP_AXIS,))
 

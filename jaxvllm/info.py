@@ -1,14 +1,13 @@
 """What a model is and what it needs, from its config alone: no weight is read, none need be there."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxvllm import gpu_chips
 from jaxvllm.chips import CHIPS as TPUS
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import AttentionForm, resolve_backend
@@ -19,8 +18,6 @@ from jaxvllm.models.loader import quantizable
 # Of a chip's memory for weights and cache; the rest is for the runtime and for a step's temporaries. An engine on the
 # chip measures them instead.
 CACHE_SHARE = 0.8
-
-_GPU_TARGETS = Path(__file__).parent / "gpu_targets"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +58,7 @@ def describe(config: ModelConfig, quantization: str = "auto") -> ModelInfo:
 
 
 def chip_names() -> list[str]:
-    return [*TPUS, *(path.stem for path in sorted(_GPU_TARGETS.glob("*.txtpb")))]
+    return [*TPUS, *gpu_chips.CHIPS]
 
 
 def fits(info: ModelInfo, chips: list[str], *, length: int, block_size: int) -> Iterator[Fit]:
@@ -100,7 +97,4 @@ def _chip(name: str) -> tuple[int, str, str | None]:
         return TPUS[name].hbm_bytes, "tpu", None
     if name not in chip_names():
         raise ValueError(f"chip {name!r} is none of {', '.join(chip_names())}.")
-    target = (_GPU_TARGETS / f"{name}.txtpb").read_text()  # what XLA says of the chip
-    [memory_bytes] = re.findall(r"device_memory_size: (\d+)", target)
-    [(major, minor)] = re.findall(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", target)
-    return int(memory_bytes), "gpu", f"{major}.{minor or 0}"
+    return gpu_chips.memory_bytes(name), "gpu", gpu_chips.compute_capability(name)

@@ -15,7 +15,7 @@ from jaxvllm.bench.random_model import RandomCheckpoint, num_parameters
 from jaxvllm.bench.requests import Request
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.compile_events import compile_count
-from jaxvllm.engine.host_times import PHASES
+from jaxvllm.engine.host_times import HOST_WORK, PHASES, TRANSFERS
 from jaxvllm.engine.llm_engine import LLMEngine
 from jaxvllm.engine.sequence import Sequence
 from jaxvllm.models.loader import open_checkpoint, resolve_path
@@ -109,8 +109,7 @@ class Run:
     def report(self) -> dict[str, Any]:
         """The figures of a JSON line."""
         phases = self.phase_s
-        host = sum(phases[name] for name in ("schedule", "batch", "dispatch", "postprocess"))
-        transfer = phases["transfer"] + phases["read"]
+        host, transfer = (sum(phases[name] for name in names) for names in (HOST_WORK, TRANSFERS))
         return {
             "run_s": round(self.run_s, 4),
             "cpu_s": round(self.cpu_s, 4),

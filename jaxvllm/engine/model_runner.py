@@ -131,15 +131,13 @@ class ModelRunner:
         """Whether `read` would return without waiting."""
         return ids.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  # jax's stub of Array lacks it
 
-    def restore_cache(self) -> bool:
-        """After a step that failed: allocates the cache anew if the step took it along; returns whether it did."""
+    def restore_cache(self):
+        """After a step that failed: allocates the cache anew if the step took it along."""
         try:
             jax.block_until_ready(self._kv_cache)  # raises where it was donated, or comes from a step that failed later
         except (RuntimeError, ValueError):
             self._kv_cache = self._allocate_cache()
             self._ids = self._no_ids()
-            return True
-        return False
 
     def warm_up(self, show_progress: bool = True):
         """Compiles every bucket ahead of time, several at once; XLA leaves Python's lock while it compiles."""

@@ -111,12 +111,9 @@ class Scheduler:
             if is_prefill and seq.num_cached_tokens < seq.num_tokens:
                 continue
             seq.append_token(token_id)
-            reason = self._reason_to_finish(seq)
-            if reason is not None:
-                self._finish(seq, reason)
-                any_finished = True
-        if any_finished:  # one pass for all of them: removing each by itself would search the queue each time
-            self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
+            any_finished |= self._finish_if_done(seq)
+        if any_finished:
+            self._drop_finished()
 
     def abort(self, seq: Sequence):
         """Ends a sequence and frees its blocks, wherever it stands; one that has finished stays as it is.
@@ -188,12 +185,9 @@ class Scheduler:
             if not flight.is_prefill and (start + 1) % block_size == 0:
                 self.block_manager.hash_block(seq, start // block_size)
             seq.settle(token_id)
-            reason = self._reason_to_finish(seq)
-            if reason is not None:
-                self._finish(seq, reason)
-                any_finished = True
+            any_finished |= self._finish_if_done(seq)
         if any_finished:
-            self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
+            self._drop_finished()
 
     def _schedule_prefill(self) -> list[Sequence]:
         """Admits in order while tokens and blocks last; only the first one may run a part of its tokens."""
@@ -259,6 +253,17 @@ class Scheduler:
         if is_end and num_completion_tokens >= seq.min_tokens:
             return "stop"
         return "length" if num_completion_tokens >= seq.max_tokens else None
+
+    def _finish_if_done(self, seq: Sequence) -> bool:
+        reason = self._reason_to_finish(seq)
+        if reason is None:
+            return False
+        self._finish(seq, reason)
+        return True
+
+    def _drop_finished(self):
+        """One pass for all of them: removing each by itself would search the queue each time."""
+        self.running = deque(seq for seq in self.running if seq.status is not SequenceStatus.FINISHED)
 
     def _finish(self, seq: Sequence, reason: FinishReason):
         seq.status = SequenceStatus.FINISHED
