@@ -14,7 +14,6 @@ AttentionBackend = Literal["auto", "xla", "tpu", "gpu"]
 PRESETS = Path(__file__).parent / "configs"
 
 _SMALLEST_TOKEN_BUCKET = 16
-_SMALLEST_SEQ_BUCKET = 2  # XLA compiles a product with one row as a plain loop on the CPU: two rows are faster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +78,7 @@ class EngineConfig:
         return self.token_buckets or _doubling(_SMALLEST_TOKEN_BUCKET, most)
 
     def resolved_seq_buckets(self) -> tuple[int, ...]:
-        return self.seq_buckets or _doubling(_SMALLEST_SEQ_BUCKET, self.max_num_seqs)
+        return self.seq_buckets or _doubling(1, self.max_num_seqs)
 
     def resolved_block_buckets(self) -> tuple[int, ...]:
         return self.block_buckets or (self.max_blocks_per_seq,)

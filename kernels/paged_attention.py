@@ -31,6 +31,7 @@ _BODIES: dict[str, str] = {
 }
 _BACKEND_OF_PLATFORM = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
 CHIP_AXIS = "chip"  # of a mesh
+_HEADS, _WHOLE = PartitionSpec(None, CHIP_AXIS), PartitionSpec()
 _POOL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -113,14 +114,9 @@ def write(
     A slot outside the pool is dropped. Raises ValueError on shapes or dtypes that do not fit the pool.
     """
     body = _body(backend)
-    _check_pool(pool, k.shape[-1], backend)
-    T, K = slot_mapping.shape[0], pool.shape[1]
-    for name, x in (("k", k), ("v", v)):
-        if x.ndim != 3 or x.shape[:2] != (T, K) or x.shape != k.shape:
-            raise ValueError(f"{name} is {x.shape}: needs [{T}, {K}, H], as slot_mapping and the pool have it.")
-    _check_integers("slot_mapping", slot_mapping, (T,))
-    heads = PartitionSpec(None, CHIP_AXIS)
-    return _over_heads(body.write, K, (heads, heads, heads, PartitionSpec()))(pool, k, v, slot_mapping)
+    _check_new(pool, k, v, slot_mapping, backend)
+    write_heads = _over_heads(body.write, pool.shape[1], (_HEADS, _HEADS, _HEADS, _WHOLE), _HEADS)
+    return write_heads(pool, k, v, slot_mapping)
 
 
 def attend(
@@ -150,37 +146,63 @@ def attend(
     Raises ValueError, while tracing, on shapes, dtypes or options that do not fit together.
     """
     body = _body(backend)
-    chip = backend.partition(":")[2]
-    if q.ndim != 3:
-        raise ValueError(f"q is {q.shape}: needs [T, N, H].")
-    T, N, H = q.shape
-    _check_pool(pool, H, backend)
-    if N % pool.shape[1] != 0:
-        raise ValueError(f"{N} query heads are not a multiple of the pool's {pool.shape[1]} KV heads.")
-    if block_tables.ndim != 2:
-        raise ValueError(f"block_tables is {block_tables.shape}: needs [S, M].")
-    S = block_tables.shape[0]
-    _check_integers("block_tables", block_tables, block_tables.shape)
-    _check_integers("context_lens", context_lens, (S,))
-    _check_integers("cu_seqlens_q", cu_seqlens_q, (S + 1,))
-    _check_integers("num_seqs", num_seqs, (1,))
+    _check_batch(q, pool, block_tables, context_lens, cu_seqlens_q, num_seqs, decode_only, backend)
     _check_options(scale, sliding_window, logits_soft_cap)
-    if decode_only and T != S:
-        raise ValueError(f"decode_only needs one token per sequence, but q has {T} tokens for {S} sequences.")
     attend_heads = partial(
         body.attend,
         scale=scale,
         sliding_window=sliding_window,
         logits_soft_cap=logits_soft_cap,
         decode_only=decode_only,
-        **({"chip": chip} if chip else {}),
+        **_chip_option(backend),
     )
-    heads, whole = PartitionSpec(None, CHIP_AXIS), PartitionSpec()
-    attend_heads = _over_heads(attend_heads, pool.shape[1], (heads, heads, whole, whole, whole, whole))
+    specs = (_HEADS, _HEADS, _WHOLE, _WHOLE, _WHOLE, _WHOLE)
+    attend_heads = _over_heads(attend_heads, pool.shape[1], specs, _HEADS)
     return attend_heads(q, pool, block_tables, context_lens, cu_seqlens_q, num_seqs)
 
 
-def _over_heads(body: Callable, num_kv_heads: int, in_specs: tuple[PartitionSpec, ...]) -> Callable:
+def write_and_attend(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    pool: Float[Array, "B K P two_Hp"],
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    decode_only: bool = False,
+    backend: str,
+) -> tuple[Float[Array, "T N H"], Float[Array, "B K P two_Hp"]]:
+    """What a layer does in a step: `write`, then `attend`, which say the rest. Returns the answers and the pool.
+
+    With `decode_only` a token's slot must be that of its sequence's last position, as the table has it: a backend may
+    then do both at once, and take the slot from there.
+    """
+    options = {"scale": scale, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+    at_once = getattr(_body(backend), "write_and_attend_decode", None) if decode_only else None
+    if at_once is None:
+        pool = write(pool, k, v, batch.slot_mapping, backend=backend)
+        return attend(q, pool, *batch[1:], **options, decode_only=decode_only, backend=backend), pool
+    _check_new(pool, k, v, batch.slot_mapping, backend)
+    _check_batch(q, pool, *batch[1:], decode_only, backend)
+    _check_options(**options)
+    specs = (_HEADS, _HEADS, _HEADS, _HEADS, _WHOLE, _WHOLE, _WHOLE)
+    body = _over_heads(partial(at_once, **options, **_chip_option(backend)), pool.shape[1], specs, (_HEADS, _HEADS))
+    return body(q, k, v, pool, batch.block_tables, batch.context_lens, batch.num_seqs)
+
+
+def _chip_option(backend: str) -> dict[str, str]:
+    chip = backend.partition(":")[2]
+    return {"chip": chip} if chip else {}
+
+
+def _over_heads(
+    body: Callable,
+    num_kv_heads: int,
+    in_specs: tuple[PartitionSpec, ...],
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...],
+) -> Callable:
     """Returns `body`, where the mesh has several chips run on each with its own heads."""
     mesh = jax.sharding.get_abstract_mesh()
     num_chips = dict(mesh.shape).get(CHIP_AXIS, 1)
@@ -189,7 +211,7 @@ def _over_heads(body: Callable, num_kv_heads: int, in_specs: tuple[PartitionSpec
     if num_kv_heads % num_chips:
         raise ValueError(f"{num_kv_heads} KV heads cannot be shared out to {num_chips} chips: use a divisor of them.")
     # the kernels say nothing of how their outputs vary over the mesh, so that it cannot be checked
-    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(None, CHIP_AXIS), check_vma=False)
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _require_body(backend: str):
@@ -214,6 +236,42 @@ def _check_pool(pool: Array, head_dim: int, backend: str):
             f"the pool's rows hold {pool.shape[3]} numbers: a key and a value of head_dim={head_dim} "
             f"take {room} on backend {backend!r}."
         )
+
+
+def _check_new(pool: Array, k: Array, v: Array, slot_mapping: Array, backend: str):
+    _check_pool(pool, k.shape[-1], backend)
+    T, K = slot_mapping.shape[0], pool.shape[1]
+    for name, x in (("k", k), ("v", v)):
+        if x.ndim != 3 or x.shape[:2] != (T, K) or x.shape != k.shape:
+            raise ValueError(f"{name} is {x.shape}: needs [{T}, {K}, H], as slot_mapping and the pool have it.")
+    _check_integers("slot_mapping", slot_mapping, (T,))
+
+
+def _check_batch(
+    q: Array,
+    pool: Array,
+    block_tables: Array,
+    context_lens: Array,
+    cu_seqlens_q: Array,
+    num_seqs: Array,
+    decode_only: bool,
+    backend: str,
+):
+    if q.ndim != 3:
+        raise ValueError(f"q is {q.shape}: needs [T, N, H].")
+    T, N, H = q.shape
+    _check_pool(pool, H, backend)
+    if N % pool.shape[1] != 0:
+        raise ValueError(f"{N} query heads are not a multiple of the pool's {pool.shape[1]} KV heads.")
+    if block_tables.ndim != 2:
+        raise ValueError(f"block_tables is {block_tables.shape}: needs [S, M].")
+    S = block_tables.shape[0]
+    _check_integers("block_tables", block_tables, block_tables.shape)
+    _check_integers("context_lens", context_lens, (S,))
+    _check_integers("cu_seqlens_q", cu_seqlens_q, (S + 1,))
+    _check_integers("num_seqs", num_seqs, (1,))
+    if decode_only and T != S:
+        raise ValueError(f"decode_only needs one token per sequence, but q has {T} tokens for {S} sequences.")
 
 
 def _check_integers(name: str, x: Array, shape: tuple[int, ...]):

@@ -19,8 +19,10 @@ write = kv_cache.write
 
 _MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: (-inf) - (-inf) would be NaN
 _NO_MAXIMUM = 0.5 * _MASKED  # a masked score is far below it, so its weight is 0 even where nothing is visible
-_CHUNK_BYTES = 2 << 20  # of keys and values in a step of a decode: in cache until the products have read them
-_DECODE_CHUNK_TOKENS = (128, 256)  # least and most: short chunks are many steps, long ones waste the last one's end
+_DECODE_ROWS = 16  # most sequences in a step of a decode: a step costs some ten small calls, whatever it holds
+_DECODE_TOKENS = 1024  # of all its sequences together, where the bounds of a chunk leave the choice
+_DECODE_CHUNK_TOKENS = (96, 256)  # least and most: short chunks are many steps, long ones waste the last one's end
+_DECODE_BYTES = 16 << 20  # most keys and values in a step: temporaries above 32 MiB are mapped anew at every call
 _QUERY_TILE = 64  # new tokens that share the keys they read: 128 gain a tenth on one long prompt, short ones lose
 _CHUNK_TOKENS = 128  # keys in a step of a query tile
 
@@ -120,13 +122,13 @@ def _decode(
 
 
 def _decode_tile(S: int, pool: Array) -> tuple[int, int]:
-    """Returns the sequences and the blocks of one step: first rows, then longer chunks, while they fit the bytes."""
+    """Returns the sequences and the blocks of one step: first rows, then longer chunks where rows are few."""
     _, K, P, two_hp = pool.shape
     least, most = (max(1, tokens // P) for tokens in _DECODE_CHUNK_TOKENS)
     block_bytes = K * P * two_hp * pool.dtype.itemsize
-    most_rows = max(1, _CHUNK_BYTES // (least * block_bytes))
+    most_rows = max(1, min(_DECODE_ROWS, _DECODE_BYTES // (least * block_bytes)))
     rows = -(-S // -(-S // most_rows))  # the fewest tiles, of even size
-    return rows, max(least, min(most, _CHUNK_BYTES // (rows * block_bytes)))
+    return rows, max(least, min(most, _DECODE_TOKENS // (rows * P), _DECODE_BYTES // (rows * block_bytes)))
 
 
 def _ragged(

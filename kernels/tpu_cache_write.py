@@ -84,6 +84,14 @@ def plan(slot_mapping: Int32[Array, " T"], num_slots: int, grain: int) -> tuple[
     return starts, (end - token)[starts], slot_mapping[starts], begins.sum(dtype=jnp.int32)[None]
 
 
+def join_rows(
+    k: Float[Array, "T K H"], v: Float[Array, "T K H"], pool: Float[Array, "B K P two_Hp"]
+) -> Float[Array, "T K two_Hp"]:
+    """Returns the rows that the pool keeps of new tokens: a key, a value, each padded to its half."""
+    padding = ((0, 0), (0, 0), (0, pool.shape[3] // 2 - k.shape[-1]))
+    return jnp.concatenate([jnp.pad(k, padding), jnp.pad(v, padding)], axis=-1).astype(pool.dtype)
+
+
 def write(
     pool: Float[Array, "B K P two_Hp"],
     k: Float[Array, "T K H"],
@@ -96,10 +104,8 @@ def write(
     """
     B, K, P, two_hp = pool.shape
     grain = min(P, 32 // pool.dtype.itemsize)
-    padding = ((0, 0), (0, 0), (0, two_hp // 2 - k.shape[-1]))
-    new = jnp.concatenate([jnp.pad(k, padding), jnp.pad(v, padding)], axis=-1).astype(pool.dtype)
     # a copy may start at any row only where rows have 32 bits and 128 lanes
-    new = new.astype(jnp.float32).reshape(-1, K, two_hp // tpu.LANES, tpu.LANES).transpose(2, 1, 0, 3)
+    new = join_rows(k, v, pool).astype(jnp.float32).reshape(-1, K, two_hp // tpu.LANES, tpu.LANES).transpose(2, 1, 0, 3)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     per_tile = pltpu.SemaphoreType.DMA((_IN_FLIGHT,))
     return pl.pallas_call(

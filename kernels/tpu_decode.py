@@ -8,6 +8,10 @@ A matrix unit takes keys as its weights and queries as its rows; loading the wei
 nearly free. One KV head has only G rows, so the rows of several heads and sequences stand together, 16 in a
 matrix; each head's keys multiply all 16, and every row keeps the scores of its own head. A small number of KV
 heads is made up for by W, and sequences are taken longest first, so that a group's lengths are nearly equal.
+
+A step may write its new tokens too. The tile of rows that one goes to is fetched in any case, with the sequence's
+last chunk: the row is put in before the tile is used, and a copy of the tile is sent back to the pool. Nothing waits
+for that until the place of the copy is needed again, two steps later.
 """
 
 import functools
@@ -24,7 +28,7 @@ from jaxvllm.kernels.tpu_tiles import DecodeTiles
 
 
 def _decode_kernel(
-    tables, lens, rows, num_groups, q_ref, pool, o_ref, kv_buf, q_rows, m_ref, l_ref, acc_ref, sems,
+    tables, lens, rows, num_groups, q_ref, new, pool, o_ref, written, kv_buf, q_rows, m_ref, l_ref, acc_ref, sems, back,
     *, tiles: DecodeTiles, M: int, G: int, split_heads: bool, scale: float, window: int | None, soft_cap: float | None,
 ):  # fmt: skip
     """Grid (head groups,). K and N are those of a group of heads, HL = max(Hp, 128).
@@ -32,6 +36,8 @@ def _decode_kernel(
     SMEM: tables [S * M], lens [S], rows [S] (each sequence's row in q and o), num_groups [1]; longest first.
     VMEM: q_ref, o_ref [S, N, HL]; kv_buf [2, W * C/P, K, P, 2Hp], the chunks of two steps; q_rows [W * N, HL].
     HBM: pool [B, K, P, 2Hp].
+    Where new tokens are written, one each (else none): new [K, S, 2Hp] float32, their keys and values; written, the
+    pool as output; back, tiles [2, W, K, 8 or 16, 2Hp] on their way back, and 2 semaphores.
     Carries m_ref, l_ref [W * N, 128] (equal lanes) and acc_ref [W * N, HL], float32; 2 semaphores.
     """
     _, _, K, P, _ = kv_buf.shape
@@ -39,6 +45,7 @@ def _decode_kernel(
     W, C, CC, grain = tiles.seqs, tiles.chunk, tiles.sub_chunk, tiles.grain
     row_group = tiles.row_group(G, N, kv_buf.dtype)
     heads = pl.ds(pl.program_id(0) * K, K) if split_heads else None
+    pool = written[0] if written else pool  # the same memory
     product = tpu.products(kv_buf.dtype)
 
     def window_start(n):
@@ -102,6 +109,34 @@ def _decode_kernel(
             weights = weights.astype(kv_buf.dtype)
             acc_ref[at] = tpu.equal_lanes(shrink, HL) * acc_ref[at] + own([product(weights, v) for _, v in kv])
 
+    def wait_sent(slot, count):
+        tiles_sent, sent_sems = back
+        some = tiles_sent.at[slot, pl.ds(0, count)]
+        pl.when(count > 0)(lambda: pltpu.make_async_copy(some, some, sent_sems.at[slot]).wait())
+
+    def put_new(g, slot, spans):
+        """Puts in the new token, its sequence's last, where it is in this chunk; returns how many tiles are sent."""
+        (tiles_sent, sent_sems), (new_ref,), count = back, new, 0
+        T = tiles_sent.shape[3]
+        for w, (n, base, live) in enumerate(spans):
+            place = n - 1 - base * P
+            is_here = (live > 0) & (place < C)
+
+            @pl.when(is_here)
+            def _(w=w, base=base, place=place):
+                row, block = g * W + w, tpu.quotient(place, P)
+                tile = pl.ds(pl.multiple_of(place & (P - T), T), T)
+                is_new = lax.broadcasted_iota(jnp.int32, (T, kv_buf.shape[4]), 0) == (place & (T - 1))
+                for h in range(K):
+                    at = (slot, w * (C // P) + block, h, tile)
+                    token = jnp.broadcast_to(new_ref[h, pl.ds(rows[row], 1)], is_new.shape).astype(kv_buf.dtype)
+                    kv_buf[at] = tiles_sent[slot, w, h] = jnp.where(is_new, token, kv_buf[at])
+                home = pool.at[tables[row * M + base + block], pl.ds(0, K) if heads is None else heads, tile]
+                pltpu.make_async_copy(tiles_sent.at[slot, w], home, sent_sems.at[slot]).start()
+
+            count += is_here.astype(jnp.int32)
+        return count
+
     def begin(g):
         q_rows[...] = jnp.concatenate([q_ref[rows[g * W + w]] for w in range(W)])
         m_ref[...] = jnp.full_like(m_ref, tpu.MASKED)
@@ -116,7 +151,7 @@ def _decode_kernel(
             o_ref[rows[g * W + w]] = out[w * N : (w + 1) * N]
 
     def step(state):
-        g, c, slot, chunks = state
+        g, c, slot, chunks, sent, sent_before = state
         last = c + 1 >= chunks
         next_g, next_c = jnp.where(last, g + 1, g), jnp.where(last, 0, c + 1)
         pl.when(next_g < num_groups[0])(lambda: start(next_g, next_c, 1 - slot))
@@ -127,6 +162,9 @@ def _decode_kernel(
         lows = [None if window is None else n - window - base * P for n, base, _ in spans]
         size = functools.reduce(jnp.add, [tpu.round_up(live, grain) for live in lives])
         tpu.wait_blocks(size, kv_buf.at[slot], sems.at[slot], grain=grain)
+        if written:
+            wait_sent(slot, sent_before)
+            sent, sent_before = put_new(g, slot, spans), sent
         inside = tpu.quotient(functools.reduce(jnp.minimum, lives), CC)
         end = tpu.quotient(functools.reduce(jnp.maximum, lives) + CC - 1, CC)
         lax.fori_loop(0, inside, functools.partial(fold, slot, lives, lows, False), None)
@@ -134,18 +172,23 @@ def _decode_kernel(
 
         pl.when(last)(lambda: finish(g))
         after = jnp.minimum(next_g, num_groups[0] - 1)
-        return next_g, next_c, 1 - slot, num_chunks(after)
+        return next_g, next_c, 1 - slot, num_chunks(after), sent, sent_before
 
     o_ref[...] = jnp.zeros_like(o_ref)  # rows of padding
 
     @pl.when(num_groups[0] > 0)
     def _():
         start(0, 0, 0)
-        lax.while_loop(lambda state: state[0] < num_groups[0], step, (0, 0, 0, num_chunks(0)))
+        state = (0, 0, 0, num_chunks(0), 0, 0)
+        _, _, slot, _, sent, sent_before = lax.while_loop(lambda state: state[0] < num_groups[0], step, state)
+        if written:
+            wait_sent(slot, sent_before)
+            wait_sent(1 - slot, sent)
 
 
 def attend_decode(
     q: Float[Array, "S N HL"],
+    new: Float[Array, "S K two_Hp"] | None,
     pool: Float[Array, "B K P two_Hp"],
     block_tables: Int32[Array, "S M"],
     context_lens: Int32[Array, " S"],
@@ -154,8 +197,12 @@ def attend_decode(
     scale: float,
     sliding_window: int | None,
     logits_soft_cap: float | None,
-) -> Float[Array, "S N HL"]:
-    """Attention of one new token per sequence; context_lens 0 is an empty row. S is a multiple of tiles.seqs."""
+) -> tuple[Float[Array, "S N HL"], Float[Array, "B K P two_Hp"]]:
+    """Attention of one new token per sequence; context_lens 0 is an empty row. S is a multiple of tiles.seqs.
+
+    `new`, where given, are the new tokens' keys and values, which are not in the pool yet: they are put there, in place
+    where the pool is donated. Returns the answers and the pool.
+    """
     S, N, HL = q.shape
     B, K, P, two_hp = pool.shape
     M = block_tables.shape[1]
@@ -173,13 +220,18 @@ def attend_decode(
     )  # fmt: skip
     rows = W * N // cores
     whole = pl.BlockSpec((S, N // cores, HL), lambda h, *_: (0, h, 0))
-    return pl.pallas_call(
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    write, sublanes = new is not None, 32 // pool.dtype.itemsize
+    # a row at any place can be loaded only where rows have 32 bits
+    new_rows = [new.astype(jnp.float32).swapaxes(0, 1)] if write else []
+    sent_tiles = pltpu.VMEM((2, W, K // cores, sublanes, two_hp), pool.dtype)
+    out, written = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(cores,),
-            in_specs=[whole, pl.BlockSpec(memory_space=pltpu.HBM)],
-            out_specs=whole,
+            in_specs=[whole, [pl.BlockSpec((K // cores, S, two_hp), lambda h, *_: (h, 0, 0))] * write, hbm],
+            out_specs=[whole, [hbm] * write],
             scratch_shapes=[
                 pltpu.VMEM((2, W * tiles.chunk // P, K // cores, P, two_hp), pool.dtype),
                 pltpu.VMEM((rows, HL), q.dtype),
@@ -187,9 +239,11 @@ def attend_decode(
                 pltpu.VMEM((rows, tpu.LANES), jnp.float32),
                 pltpu.VMEM((rows, HL), jnp.float32),
                 pltpu.SemaphoreType.DMA((2,)),
+                [sent_tiles, pltpu.SemaphoreType.DMA((2,))] * write,
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((S, N, HL), q.dtype),
+        out_shape=[jax.ShapeDtypeStruct((S, N, HL), q.dtype), [pltpu.HBM(pool.shape, pool.dtype)] * write],
+        input_output_aliases={6: 1} if write else {},
         # block ids are clipped above, all else follows from shapes: the checks are half the cost of a copy's start
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
@@ -197,4 +251,5 @@ def attend_decode(
             disable_bounds_checks=True,
         ),
         name="paged_decode",
-    )(tables, lens, order, num_groups, q, pltpu.with_memory_space_constraint(pool, pltpu.HBM))
+    )(tables, lens, order, num_groups, q, new_rows, pltpu.with_memory_space_constraint(pool, pltpu.HBM))
+    return out, written[0] if write else pool

@@ -163,8 +163,11 @@ def decode_tiles(shape: Shape, chip: str | None = None) -> DecodeTiles:
     if per_call == 0:
         raise ValueError(_table_too_long(shape))
     kv_bytes = 2 * seqs * chunk * row_bytes
-    q_bytes = 4 * min(per_call, round_to(shape.num_seqs, seqs)) * seq_bytes  # q and o, two windows each
+    seqs_at_once = min(per_call, round_to(shape.num_seqs, seqs))
+    q_bytes = 4 * seqs_at_once * seq_bytes  # q and o, two windows each
     rows_bytes = seqs * heads * (shape.lanes * (shape.itemsize + 4) + 2 * LANES * 4)
+    # new tokens in float32, two windows, and tiles on their way back to the pool, two steps
+    new_bytes = 2 * (4 * seqs_at_once + seqs * shape.sublanes * shape.itemsize) * kv_heads * shape.row_width
     return DecodeTiles(
         seqs=seqs,
         chunk=chunk,
@@ -172,7 +175,7 @@ def decode_tiles(shape: Shape, chip: str | None = None) -> DecodeTiles:
         grain=min(shape.block_size, 16),
         head_groups=cores,
         seqs_per_call=per_call,
-        vmem_limit_bytes=_vmem_limit(kv_bytes + q_bytes + rows_bytes),
+        vmem_limit_bytes=_vmem_limit(kv_bytes + q_bytes + rows_bytes + new_bytes),
     )
 
 

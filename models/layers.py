@@ -1,5 +1,6 @@
 """The layers that architectures share. Weights are [out, in], as Hugging Face stores them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -38,6 +39,8 @@ def linear(
         y = quantized_product(x, weight).astype(out_dtype or x.dtype)
     elif x.dtype == jnp.float32 and x.shape[0] <= _FEW_ROWS:
         y = jax.lax.platform_dependent(x, weight, cpu=partial(product, weight_first=True), default=product)
+    elif x.shape[0] == 1:
+        y = jax.lax.platform_dependent(x, weight, cpu=partial(_product_of_two_rows, product), default=product)
     else:
         y = product(x, weight)
     return y if bias is None else y + bias
@@ -60,6 +63,11 @@ def _product(
     )
     # Without the barrier XLA would put the operands back into one order, whichever was asked for.
     return jax.lax.optimization_barrier(y).T if weight_first else y
+
+
+def _product_of_two_rows(product: Callable, x: Array, weight: Array) -> Array:
+    """XLA makes a plain loop of a product with one row, which turns the whole weight into float32 first."""
+    return product(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,14 +156,12 @@ class Attention(nnx.Module):
             q, k = self._norm_qk(q, k)
         if angles is not None:
             q, k = rotate(q, *angles), rotate(k, *angles)
-        pool = paged_attention.write(pool, k, v, batch.slot_mapping, backend=backend)
-        out = paged_attention.attend(
+        out, pool = paged_attention.write_and_attend(
             q,
+            k,
+            v,
             pool,
-            batch.block_tables,
-            batch.context_lens,
-            batch.cu_seqlens_q,
-            batch.num_seqs,
+            batch,
             scale=self.scale,
             sliding_window=self.sliding_window,
             logits_soft_cap=self.soft_cap,

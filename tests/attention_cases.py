@@ -211,8 +211,28 @@ def check_write(backend: str, case: Case) -> jax.Array:
     return pool
 
 
+def check_decode_step(backend: str, case: Case, step: Callable | None = None) -> jax.Array:
+    """Asserts of a decode that its new tokens are written, nothing else is, and the answers see them; returns those.
+
+    The new tokens' slots hold NaN before. `step` stands in the place of the backend's `write_and_attend`.
+    """
+    if step is None:
+        step = functools.partial(_write_and_attend, backend=backend)
+    rng = np.random.default_rng(1)
+    S, form = case.form.max_seqs, case.form
+    k, v = (jnp.asarray(rng.normal(size=(S, form.num_kv_heads, form.head_dim)), case.pool.dtype) for _ in range(2))
+    gone = jnp.full_like(k, jnp.nan)
+    before = case.with_pool(_write_reference(case.pool, gone, gone, case.batch.slot_mapping))
+    after = case.with_pool(_write_reference(case.pool, k, v, case.batch.slot_mapping))
+    answer, pool = step(case.q, k, v, before.pool, case.batch, **form.options, decode_only=True)
+    bits = f"uint{8 * case.pool.dtype.itemsize}"  # a NaN equals itself there
+    np.testing.assert_array_equal(np.asarray(pool).view(bits), np.asarray(after.pool).view(bits))
+    return check(backend, after, lambda *_, **__: answer)
+
+
 _STATIC = ("scale", "sliding_window", "logits_soft_cap", "decode_only")
 _attend = jax.jit(paged_attention.attend, static_argnames=(*_STATIC, "backend"))
 _attend_reference = jax.jit(reference.attend, static_argnames=_STATIC)
+_write_and_attend = jax.jit(paged_attention.write_and_attend, static_argnames=(*_STATIC, "backend"))
 _write = jax.jit(paged_attention.write, static_argnames="backend")
 _write_reference = jax.jit(reference.write)

@@ -142,8 +142,8 @@ def buckets():
 def test_buckets_are_bounded_and_distinct(buckets):
     decode = {b for b in buckets if b.decode_only}
     prefill = set(buckets) - decode
-    assert len(buckets) == len(set(buckets)) == 2 * (5 + 5)
-    assert {b.num_seqs for b in decode} == {2, 4, 8, 16, 32}
+    assert len(buckets) == len(set(buckets)) == 2 * (6 + 5)
+    assert {b.num_seqs for b in decode} == {1, 2, 4, 8, 16, 32}
     assert all(b.num_tokens == b.num_seqs for b in decode)
     assert {b.num_tokens for b in prefill} == {16, 32, 64, 128, 256}
 

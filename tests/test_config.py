@@ -85,7 +85,7 @@ def test_default_buckets_double_up_to_the_limit():
         model="folder", max_num_batched_tokens=100, max_num_seqs=12, max_model_len=50, kvcache_block_size=16
     )
     assert config.resolved_token_buckets() == (16, 32, 64, 100)
-    assert config.resolved_seq_buckets() == (2, 4, 8, 12)
+    assert config.resolved_seq_buckets() == (1, 2, 4, 8, 12)
     assert config.resolved_block_buckets() == (4,)
 
 

@@ -5,7 +5,7 @@ import inspect
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import FORMS, Form, cases, check, check_write, make_case
+from attention_cases import FORMS, Form, cases, check, check_decode_step, check_write, make_case
 from hypothesis import given, settings
 
 from jaxvllm.kernels import paged_attention, paged_attention_xla
@@ -36,6 +36,17 @@ def test_new_tokens_are_written_to_their_slots_and_nowhere_else(backend, form):
     @given(case=cases(form, backend=backend, decode_only=False))
     def run(case):
         check_write(backend, case)
+
+    run()
+
+
+@each_backend
+@each_form
+def test_a_decode_step_writes_its_tokens_and_sees_them(backend, form):
+    @settings(max_examples=5, derandomize=True, deadline=None, database=None)
+    @given(case=cases(form, backend=backend, decode_only=True))
+    def run(case):
+        check_decode_step(backend, case)
 
     run()
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Form, cases, check, check_write, make_case
+from attention_cases import Form, cases, check, check_decode_step, check_write, make_case
 from hypothesis import Phase, given, settings
 from jax.experimental.pallas import tpu as pltpu
 
@@ -89,6 +89,46 @@ def test_two_hundred_random_batches_agree_with_the_oracle(form, decode_only):
     _random(form, decode_only, 14, _attend)  # times 16
 
 
+def _random_steps(form, max_examples, step):
+    @settings(max_examples=max_examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+    @given(case=cases(form, backend="tpu", decode_only=True))
+    def run(case):
+        check_decode_step("tpu", case, step)
+
+    run()
+
+
+def compiled_step(chip: str = "tiny"):
+    static = ("scale", "sliding_window", "logits_soft_cap", "decode_only")
+    return jax.jit(functools.partial(paged_attention.write_and_attend, backend=f"tpu:{chip}"), static_argnames=static)
+
+
+@each_form(FAST)
+def test_a_decode_step_writes_its_tokens_and_sees_them(form):
+    _random_steps(form, 2, compiled_step())
+
+
+@pytest.mark.slow
+@each_form(FORMS)
+def test_random_decode_steps_write_their_tokens_and_see_them(form):
+    _random_steps(form, 8, compiled_step())
+
+
+@pytest.mark.slow
+def test_two_cores_write_their_own_heads():
+    _random_steps(replace(FORM, num_heads=16, num_kv_heads=2), 4, compiled_step("tiny_two_cores"))
+
+
+@pytest.mark.slow
+def test_new_tokens_at_every_place_of_a_block_and_of_a_chunk():
+    form = replace(FORM, dtype="bfloat16", max_blocks=9)
+    step = compiled_step()
+    for first in (1, 30, 60, 125):
+        for start in range(first, first + 20, 5):
+            lens = list(range(start, start + 5))
+            check_decode_step("tpu", make_case(form, lens, [1] * 5, backend="tpu", decode_only=True), step)
+
+
 @pytest.mark.slow
 @each_phase
 def test_two_cores_share_the_heads(decode_only):
@@ -151,7 +191,10 @@ def test_the_order_of_a_batch_does_not_matter_nor_its_repetition(decode_only):
 def test_tables_beyond_the_scalar_memory_split_the_batch(monkeypatch, decode_only):
     monkeypatch.setattr(tpu_tiles, "_SMEM_TABLE_ENTRIES", 3 * FORM.max_blocks)
     lens, news = [33, 128, 16, 70, 1], [1] * 5 if decode_only else [9, 1, 16, 30, 1]
-    check("tpu", make_case(FORM, lens, news, backend="tpu", decode_only=decode_only), compiled())
+    case = make_case(FORM, lens, news, backend="tpu", decode_only=decode_only)
+    check("tpu", case, compiled())
+    if decode_only:
+        check_decode_step("tpu", case, compiled_step())
 
 
 def test_a_poisoned_sequence_does_not_reach_its_neighbours():
@@ -257,4 +300,28 @@ def test_a_planted_fault_shows(monkeypatch, fault, decode_only):
     case = make_case(FORM, lens, news, backend="tpu", decode_only=decode_only)
     with pytest.raises(Exception, match=r"off by|no token may see|RACE DETECTED|not zero"):
         check("tpu", case, compiled())
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+STEP_FAULTS = {
+    "a tile is sent back from where the next chunk comes": {
+        "copy(tiles_sent.at[slot, w], home": "copy(kv_buf.at[slot, w * (C // P) + block, :, tile], home",
+    },
+    "a tile is overwritten while it is on its way": {
+        "            wait_sent(slot, sent_before)\n            sent, ": "            sent, "
+    },
+    "a new token beside its place": {"== (place & (T - 1))": "== (place & (T - 1)) + 1"},
+    "a new token is sent back and not seen": {"kv_buf[at] = tiles_sent": "tiles_sent"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", STEP_FAULTS)
+def test_a_fault_planted_in_the_write_shows(monkeypatch, fault):
+    faulty = planted(importlib.import_module("jaxvllm.kernels.tpu_decode"), STEP_FAULTS[fault])
+    monkeypatch.setattr(paged_attention_tpu, "attend_decode", faulty.attend_decode)
+    form = replace(FORM, max_seqs=16)
+    case = make_case(form, list(range(3, 128, 8)), [1] * 16, backend="tpu", decode_only=True)
+    with pytest.raises(Exception, match=r"off by|no token may see|RACE DETECTED|not equal"):
+        check_decode_step("tpu", case, compiled_step())
     pltpu.reset_tpu_interpret_mode_state()

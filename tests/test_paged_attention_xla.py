@@ -40,14 +40,14 @@ def run(case, steps):
     return steps["run"]
 
 
-DECODE = Form(block_size=16, max_seqs=8, max_blocks=64)  # chunks of 256 tokens where all rows fit one step
+DECODE = Form(block_size=16, max_seqs=8, max_blocks=64)
 decode = functools.partial(make_case, backend="xla", decode_only=True)
 
 
 def two_rows_a_step(monkeypatch):
     """Makes a step of a decode hold two sequences and 128 tokens of each."""
-    row_bytes = 128 * 2 * 2 * 16 * 4  # tokens, K, key and value, H, float32
-    monkeypatch.setattr(paged_attention_xla, "_CHUNK_BYTES", 2 * row_bytes)
+    monkeypatch.setattr(paged_attention_xla, "_DECODE_ROWS", 2)
+    monkeypatch.setattr(paged_attention_xla, "_DECODE_TOKENS", 2 * 128)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,25 @@ def test_a_decode_in_many_tiles_is_right(monkeypatch, name):
     longest = form.max_blocks * form.block_size
     lens = [longest, 1, longest // 2 + 1, form.block_size, longest - 1][: form.max_seqs]
     for rows in (1, 2):
-        block_bytes = form.num_kv_heads * form.block_size * 2 * form.head_dim * jnp.dtype(form.dtype).itemsize
-        monkeypatch.setattr(paged_attention_xla, "_CHUNK_BYTES", rows * block_bytes)
+        monkeypatch.setattr(paged_attention_xla, "_DECODE_ROWS", rows)
         monkeypatch.setattr(paged_attention_xla, "_DECODE_CHUNK_TOKENS", (1, 1))
         check("xla", decode(form, lens, [1] * len(lens)), attend_untraced)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_kv_heads", "block_size", "tile"),
+    [
+        (1, 3, 16, (1, 16)),  # few sequences: chunks of 256 tokens
+        (8, 8, 16, (8, 8)),
+        (32, 3, 16, (16, 6)),  # many: 16 at a time, 96 tokens of each
+        (17, 3, 16, (9, 7)),  # tiles of even size
+        (32, 3, 256, (16, 1)),  # never less than a block
+        (32, 256, 16, (1, 8)),  # 16 MiB of 256 KV heads
+    ],
+)
+def test_a_decode_tile_takes_rows_first_then_longer_chunks_within_its_bytes(num_seqs, num_kv_heads, block_size, tile):
+    pool = jnp.zeros((1, num_kv_heads, block_size, 2 * 64))
+    assert paged_attention_xla._decode_tile(num_seqs, pool) == tile
 
 
 PROMPTS = Form(block_size=16, max_seqs=24, max_tokens=512, max_blocks=64)  # tiles of 64 rows, chunks of 128 keys

@@ -18,6 +18,7 @@ import numpy as np
 from jaxvllm.bench.schedule import Case, Region, read_schedule
 from jaxvllm.chips import find_chip, lower_for
 from jaxvllm.kernels import kv_cache, paged_attention, tpu_tiles
+from jaxvllm.kernels.paged_attention import AttentionBatch
 
 WORKLOADS = {"nano": (256, 100, 1024), "long": (16, 32768, 32768)}  # sequences, shortest, longest
 HEADS = {"Qwen3-0.6B": (16, 8, 128), "Qwen3-8B": (32, 8, 128), "Qwen3-8B/4": (8, 2, 128), "Qwen3-8B/8": (4, 1, 128)}
@@ -54,24 +55,32 @@ def _array(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
 
 
 def our_attend(case: Case) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """Returns `attend` for a case, with the tiles of its chip, and what it takes."""
+    """Returns what a step runs of a case's kernel, with the tiles of its chip, and what it takes, the pool first.
 
-    def attend(q, pool, *integers):
-        decode_only, backend = case.kernel == "decode", f"tpu:{case.chip}"
-        return paged_attention.attend(
-            q, pool, *integers, scale=case.head_dim**-0.5, decode_only=decode_only, backend=backend
-        )
+    A decode writes its tokens in the same kernel; in front of a ragged one stands a write, which is not here.
+    """
+    options = {"scale": case.head_dim**-0.5, "backend": f"tpu:{case.chip}"}
+
+    def decode(pool, q, k, v, *integers):
+        return paged_attention.write_and_attend(q, k, v, pool, AttentionBatch(*integers), decode_only=True, **options)
+
+    def ragged(pool, q, *integers):
+        return paged_attention.attend(q, pool, *integers, **options)
 
     pool = kv_cache.pool_shape(4096, case.num_kv_heads, case.block_size, case.head_dim, "tpu")
     S, T, M = case.num_seqs, case.num_tokens, shape_of(case).blocks_per_seq
-    q = _array(T, case.num_heads, case.head_dim, dtype=case.dtype)
-    return attend, [q, _array(*pool, dtype=case.dtype), _array(S, M), _array(S), _array(S + 1), _array(1)]
+    pool, q = _array(*pool, dtype=case.dtype), _array(T, case.num_heads, case.head_dim, dtype=case.dtype)
+    integers = [_array(S, M), _array(S), _array(S + 1), _array(1)]
+    if case.kernel == "ragged":
+        return ragged, [pool, q, *integers]
+    new = _array(T, case.num_kv_heads, case.head_dim, dtype=case.dtype)
+    return decode, [pool, q, new, new, _array(T), *integers]
 
 
 def lower_attend(case: Case) -> jax.stages.Lowered:
-    """Lowers `attend` of a case for its chip, which need not be here."""
+    """Lowers `our_attend` of a case for its chip, which need not be here."""
     attend, arguments = our_attend(case)
-    return lower_for(case.chip, attend, *arguments)
+    return lower_for(case.chip, attend, *arguments, donate=(0,) if case.kernel == "decode" else ())
 
 
 @dataclass(kw_only=True)
@@ -86,6 +95,9 @@ class Trips:
     kv_bytes: int = 0
     io_bytes: int = 0  # queries and answers
     floor_bytes: int = 0  # each live key and value once, queries and answers
+    write_bytes: int = 0  # new keys and values in float32, a tile of rows sent back for each
+    write_floor_bytes: int = 0  # new keys and values read, and written
+    separate_write_bytes: int = 0  # what `tpu_cache_write` would move in place of write_bytes
 
 
 def count_decode(lens: list[int], case: Case) -> Trips:
@@ -109,6 +121,10 @@ def count_decode(lens: list[int], case: Case) -> Trips:
             trips.boundary += -(-max(lives) // CC) - min(lives) // CC
     io_floor = 2 * len(lens) * case.num_heads * case.head_dim * shape.itemsize
     trips.floor_bytes = sum(lens) * live_row_bytes + io_floor
+    tile_bytes, new_bytes = row_bytes * shape.sublanes, 4 * shape.num_kv_heads * shape.row_width
+    trips.write_bytes = len(lens) * (new_bytes + tile_bytes)
+    trips.separate_write_bytes = len(lens) * (new_bytes + 2 * tile_bytes)
+    trips.write_floor_bytes = 2 * len(lens) * live_row_bytes
     return trips
 
 
@@ -266,15 +282,18 @@ def decode_report(chip: str, heads: tuple[int, int, int], workload: str, block_s
     trips, facts = count_decode(lens, case), find_chip(chip)
     regions, compile_s = read_schedule(case)
     cycles, (inside, boundary) = decode_cycles(regions, trips)
-    moved = trips.kv_bytes + trips.io_bytes
+    attended = trips.kv_bytes + trips.io_bytes
+    moved = attended + trips.write_bytes
     copy_s, compute_s = moved / facts.hbm_bytes_per_s, cycles / facts.clock_hz
     tiles = tpu_tiles.decode_tiles(shape_of(case), chip)
     sub_bytes = tiles.seqs * tiles.sub_chunk * 2 * K * H * jnp.dtype(case.dtype).itemsize
     sub_copy_cycles = sub_bytes / facts.hbm_bytes_per_s * facts.clock_hz
     return {
         "bytes_moved": moved,
-        "bytes_floor": trips.floor_bytes,
-        "bytes_ratio": moved / trips.floor_bytes,
+        "bytes_floor": trips.floor_bytes + trips.write_floor_bytes,
+        "bytes_ratio": attended / trips.floor_bytes,
+        "write_bytes": trips.write_bytes,
+        "separate_write_bytes": trips.separate_write_bytes,
         "jax_bytes_ratio": count_jax_decode(lens, case) / trips.floor_bytes,
         "jax_tokens_per_fetch": jax_tokens_per_block(case),
         "flops": 4 * sum(lens) * N * H,

@@ -65,7 +65,9 @@ class ModelRunner:
         self.model_config = model_config
         self._forbid_recompile = config.forbid_recompile
         self._warm = False
-        self._graphdef, self.params = nnx.split(model)
+        self._graphdef, state = nnx.split(model)
+        # a list: to take the state apart anew for each step would cost a millisecond of Python
+        self.params, self._params_tree = jax.tree.flatten(state)
         self._buckets = make_buckets(config, _CPU_PREFILL_TOKENS if device.platform == "cpu" else None)
         self._num_ids = max(bucket.num_seqs for bucket in self._buckets)
         self.times = HostTimes()
@@ -166,7 +168,12 @@ class ModelRunner:
     def _lower(self, bucket: Bucket, pools: Any) -> jax.stages.Lowered:
         _, words = packed_fields(bucket)
         packed = jax.ShapeDtypeStruct((words,), jnp.int32)
-        program = jax.jit(partial(step, self._graphdef, bucket=bucket, backend=self.backend), donate_argnums=1)
+        tree, run = self._params_tree, partial(step, self._graphdef, bucket=bucket, backend=self.backend)
+
+        def step_of_list(params, *arguments):
+            return run(tree.unflatten(params), *arguments)
+
+        program = jax.jit(step_of_list, donate_argnums=1)
         return program.lower(self.params, pools, packed, jax.ShapeDtypeStruct((self._num_ids,), jnp.int32))
 
     def _allocate_cache(self) -> list[Array]:
