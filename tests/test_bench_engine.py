@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from jaxvllm.bench import metadata, report, requests
+from jaxvllm.bench import machine, metadata, report, requests
 from jaxvllm.bench.measure import Work, make_engine, run_requests
 from jaxvllm.bench.peers import Peer
 from jaxvllm.bench.plain_block_manager import PlainBlockManager
@@ -169,6 +169,11 @@ class TestMetadata:
         assert result["times_faster_than_plain"] > 0
 
 
+def test_a_command_line_names_files_and_not_where_they_lie(tmp_path):
+    words = [str(tmp_path), "throughput", "--model", str(tmp_path / "absent"), "--random", "tiny model"]
+    assert machine._command(words) == f"{tmp_path.name} throughput --model {tmp_path}/absent --random 'tiny model'"
+
+
 class TestCommands:
     def test_throughput_prints_a_table_and_one_json_line(self, workload, tmp_path):
         output = tmp_path / "out.json"
@@ -178,7 +183,7 @@ class TestCommands:
         assert result["num_generated_tokens"] == 8
         assert result["start"]["num_programs"] == result["start"]["num_buckets"] == 2
         assert result["num_compiled_in_run"] == 0
-        assert {"hardware", "versions", "commit", "date", "load_average"} <= set(result["machine"])
+        assert {"command", "hardware", "versions", "commit", "date", "load_average"} <= set(result["machine"])
         shares = [result[name] for name in ("host_share", "wait_share", "transfer_share")]
         assert all(0 <= share <= 1 for share in shares)
 

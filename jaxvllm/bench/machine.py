@@ -4,7 +4,9 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -21,8 +23,9 @@ _PRODUCT_SIZE = 1536  # rows, columns and inner size of the product that measure
 
 
 def describe() -> dict[str, Any]:
-    """Hardware, versions, commit and date: the same keys in every JSON line."""
+    """Command, hardware, versions, commit and date: the same keys in every JSON line."""
     return {
+        "command": _command(sys.argv),
         "hardware": _hardware(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
         "commit": _commit(),
@@ -56,6 +59,11 @@ def _best_s(function: Any, x: jax.Array, repeats: int) -> float:
         x = function(x).block_until_ready()
         times.append(perf_counter() - start)
     return float(np.min(times))
+
+
+def _command(words: list[str]) -> str:
+    """The command line, of files their names alone: where they lie says something of the machine's owner."""
+    return shlex.join(Path(word).name if Path(word).expanduser().exists() else word for word in words)
 
 
 def _hardware() -> dict[str, Any]:

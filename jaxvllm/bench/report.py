@@ -33,7 +33,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 def markdown(results: list[dict[str, Any]]) -> str:
     """Returns a table of the results: what was measured, how much, and where."""
-    lines = ["| measured | result | of the floor | machine, commit, date |", "|---|---|---|---|"]
+    lines = ["| measured | result | of the floor | machine, commit, date | command |", "|---|---|---|---|---|"]
     for result in results:
         machine = result["machine"]
         hardware = machine["hardware"]
@@ -43,7 +43,7 @@ def markdown(results: list[dict[str, Any]]) -> str:
         )
         floor = result.get("floor_share")
         share = "" if floor is None else f"{100 * floor:.0f}%"
-        lines.append(f"| {result['title']} | {result['summary']} | {share} | {where} |")
+        lines.append(f"| {result['title']} | {result['summary']} | {share} | {where} | `{machine['command']}` |")
     return "\n".join(lines)
 
 
