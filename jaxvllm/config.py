@@ -40,7 +40,7 @@ class EngineConfig:
     token_buckets: tuple[
         int, ...
     ] = ()  # padded token counts of prefill; () doubles from 16 to the limit, at most 512 on a CPU
-    seq_buckets: tuple[int, ...] = ()  # padded sequence counts of decode; () doubles from 2 to the limit
+    seq_buckets: tuple[int, ...] = ()  # padded sequence counts of decode; () doubles from 1 to the limit
     block_buckets: tuple[int, ...] = ()  # padded blocks per sequence; () is one bucket, of max_model_len
     async_scheduling: bool = True  # schedule and dispatch a step while the device still runs the one before
     forbid_recompile: bool = False  # raise when a step compiles after the warm-up

@@ -1,7 +1,8 @@
 """Paged attention: the public op. Checks what it is given, then hands it to the backend's body.
 
-The body of a backend is a module with `write` and `attend` as here, without `backend`. It is imported when
-first used: the TPU's and the GPU's need parts of JAX that a machine without one may lack.
+The body of a backend is a module with `write` and `attend` as here, without `backend`; where it has tiles by chip they
+take `chip`, and where it can write and attend in one go it has `write_and_attend_decode`. It is imported when first
+used: the TPU's and the GPU's need parts of JAX that a machine without one may lack.
 
 A backend is a string, since it is static in every program: "xla", "gpu", "tpu", or "tpu:v6e", the TPU's with the
 tiles of that chip. Plain "tpu" takes tiles that fit every chip.
@@ -177,18 +178,19 @@ def write_and_attend(
     """What a layer does in a step: `write`, then `attend`, which say the rest. Returns the answers and the pool.
 
     With `decode_only` a token's slot must be that of its sequence's last position, as the table has it: a backend may
-    then do both at once, and take the slot from there.
+    then do both at once, and take the slot from there. The blocks that are written must have one owner each.
     """
     options = {"scale": scale, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
-    at_once = getattr(_body(backend), "write_and_attend_decode", None) if decode_only else None
-    if at_once is None:
+    sequences = batch.block_tables, batch.context_lens, batch.cu_seqlens_q, batch.num_seqs
+    fused = getattr(_body(backend), "write_and_attend_decode", None) if decode_only else None
+    if fused is None:
         pool = write(pool, k, v, batch.slot_mapping, backend=backend)
-        return attend(q, pool, *batch[1:], **options, decode_only=decode_only, backend=backend), pool
+        return attend(q, pool, *sequences, **options, decode_only=decode_only, backend=backend), pool
     _check_new(pool, k, v, batch.slot_mapping, backend)
-    _check_batch(q, pool, *batch[1:], decode_only, backend)
+    _check_batch(q, pool, *sequences, decode_only, backend)
     _check_options(**options)
     specs = (_HEADS, _HEADS, _HEADS, _HEADS, _WHOLE, _WHOLE, _WHOLE)
-    body = _over_heads(partial(at_once, **options, **_chip_option(backend)), pool.shape[1], specs, (_HEADS, _HEADS))
+    body = _over_heads(partial(fused, **options, **_chip_option(backend)), pool.shape[1], specs, (_HEADS, _HEADS))
     return body(q, k, v, pool, batch.block_tables, batch.context_lens, batch.num_seqs)
 
 

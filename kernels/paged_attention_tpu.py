@@ -78,6 +78,7 @@ def write_and_attend_decode(
 
 
 def _shape(q, pool, block_tables) -> tpu_tiles.Shape:
+    """Of q [T, N, H], pool [B, K, P, 2Hp], block_tables [S, M]; raises ValueError for what the kernels cannot take."""
     T, N, H = q.shape
     _, K, P, two_hp = pool.shape
     S, M = block_tables.shape
@@ -97,12 +98,15 @@ def _shape(q, pool, block_tables) -> tpu_tiles.Shape:
     )
 
 
-def _live(context_lens, num_seqs):
+def _live(context_lens: Int32[Array, " S"], num_seqs: Int32[Array, " 1"]) -> Int32[Array, " S"]:
     return jnp.where(jnp.arange(context_lens.shape[0]) < num_seqs, context_lens, 0)
 
 
 def _pad_heads(q, pool, shape):
-    """Query heads to a power of two per KV head, their size to 128 lanes; `scale` stays the true one's."""
+    """[T, N, H] to [T, K * group, lanes], in the pool's dtype: heads to a power of two per KV head, sizes to 128 lanes.
+
+    `scale` stays that of the true size.
+    """
     T, N, H = q.shape
     K = shape.num_kv_heads
     padded = q.reshape(T, K, N // K, H).astype(pool.dtype)
@@ -111,6 +115,7 @@ def _pad_heads(q, pool, shape):
 
 
 def _unpad_heads(out, q, pool, shape):
+    """[T, K * group, lanes] to the shape and dtype of q [T, N, H]."""
     T, N, H = q.shape
     K, two_hp = shape.num_kv_heads, pool.shape[3]
     out = out.reshape(T, K, shape.group, shape.lanes)[:, :, : N // K]
@@ -119,7 +124,10 @@ def _unpad_heads(out, q, pool, shape):
 
 
 def _decode(q, new, pool, block_tables, lens, tiles, options):
-    """Whole groups of sequences, as many in a call as SMEM holds the tables of and VMEM the queries."""
+    """Whole groups of sequences, as many in a call as SMEM holds the tables of and VMEM the queries.
+
+    q [S, N, HL], new [S, K, 2Hp] or None. Returns the answers and the pool.
+    """
     S = lens.shape[0]
     padding = tpu_tiles.round_to(S, tiles.seqs) - S
     q = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))

@@ -1,8 +1,8 @@
 """Paged attention in plain JAX: runs everywhere, and is the CPU's production path.
 
-Both forms walk over chunks of cached blocks with an online softmax: a loop whose temporaries stay in the processor's
-caches, and whose number of steps follows what is cached and not what the shapes would hold. Keys and values are
-gathered by (block, head), each half by itself, so that a batched product takes them without a copy or a transpose.
+Both forms walk over chunks of cached blocks with an online softmax: a loop whose temporaries stay small, and whose
+number of steps follows what is cached and not what the shapes would hold. Keys and values are gathered by (block,
+head), each half by itself, so that a batched product takes them without a copy or a transpose.
 """
 
 import functools

@@ -11,7 +11,8 @@ heads is made up for by W, and sequences are taken longest first, so that a grou
 
 A step may write its new tokens too. The tile of rows that one goes to is fetched in any case, with the sequence's
 last chunk: the row is put in before the tile is used, and a copy of the tile is sent back to the pool. Nothing waits
-for that until the place of the copy is needed again, two steps later.
+for that until the place of the copy is needed again, two steps later: a block being written has one owner, so no other
+sequence's copies meet it.
 """
 
 import functools
@@ -109,30 +110,19 @@ def _decode_kernel(
             weights = weights.astype(kv_buf.dtype)
             acc_ref[at] = tpu.equal_lanes(shrink, HL) * acc_ref[at] + own([product(weights, v) for _, v in kv])
 
-    def wait_sent(slot, count):
-        tiles_sent, sent_sems = back
-        some = tiles_sent.at[slot, pl.ds(0, count)]
-        pl.when(count > 0)(lambda: pltpu.make_async_copy(some, some, sent_sems.at[slot]).wait())
-
     def put_new(g, slot, spans):
         """Puts in the new token, its sequence's last, where it is in this chunk; returns how many tiles are sent."""
-        (tiles_sent, sent_sems), (new_ref,), count = back, new, 0
-        T = tiles_sent.shape[3]
+        (tiles_sent, sent_sems), count = back, 0
         for w, (n, base, live) in enumerate(spans):
             place = n - 1 - base * P
             is_here = (live > 0) & (place < C)
 
             @pl.when(is_here)
             def _(w=w, base=base, place=place):
-                row, block = g * W + w, tpu.quotient(place, P)
-                tile = pl.ds(pl.multiple_of(place & (P - T), T), T)
-                is_new = lax.broadcasted_iota(jnp.int32, (T, kv_buf.shape[4]), 0) == (place & (T - 1))
-                for h in range(K):
-                    at = (slot, w * (C // P) + block, h, tile)
-                    token = jnp.broadcast_to(new_ref[h, pl.ds(rows[row], 1)], is_new.shape).astype(kv_buf.dtype)
-                    kv_buf[at] = tiles_sent[slot, w, h] = jnp.where(is_new, token, kv_buf[at])
+                row, block, copy = g * W + w, tpu.quotient(place, P), tiles_sent.at[slot, w]
+                tile = _put_token(kv_buf.at[slot, w * (C // P) + block], place, new[0], rows[row], copy)
                 home = pool.at[tables[row * M + base + block], pl.ds(0, K) if heads is None else heads, tile]
-                pltpu.make_async_copy(tiles_sent.at[slot, w], home, sent_sems.at[slot]).start()
+                pltpu.make_async_copy(copy, home, sent_sems.at[slot]).start()
 
             count += is_here.astype(jnp.int32)
         return count
@@ -163,7 +153,7 @@ def _decode_kernel(
         size = functools.reduce(jnp.add, [tpu.round_up(live, grain) for live in lives])
         tpu.wait_blocks(size, kv_buf.at[slot], sems.at[slot], grain=grain)
         if written:
-            wait_sent(slot, sent_before)
+            _wait_sent(*back, slot, sent_before)
             sent, sent_before = put_new(g, slot, spans), sent
         inside = tpu.quotient(functools.reduce(jnp.minimum, lives), CC)
         end = tpu.quotient(functools.reduce(jnp.maximum, lives) + CC - 1, CC)
@@ -182,8 +172,28 @@ def _decode_kernel(
         state = (0, 0, 0, num_chunks(0), 0, 0)
         _, _, slot, _, sent, sent_before = lax.while_loop(lambda state: state[0] < num_groups[0], step, state)
         if written:
-            wait_sent(slot, sent_before)
-            wait_sent(1 - slot, sent)
+            _wait_sent(*back, slot, sent_before)
+            _wait_sent(*back, 1 - slot, sent)
+
+
+def _put_token(block, place, new_ref, row, copy):
+    """Puts a row of new_ref [K, S, 2Hp] at `place` of its chunk into its block [K, P, 2Hp].
+
+    Copies the tile of rows around it to `copy` [K, 8 or 16, 2Hp]; returns where in the block that is.
+    """
+    K, tile_rows, width = copy.shape
+    tile = pl.ds(pl.multiple_of(place & (block.shape[1] - tile_rows), tile_rows), tile_rows)
+    is_new = lax.broadcasted_iota(jnp.int32, (tile_rows, width), 0) == (place & (tile_rows - 1))
+    for h in range(K):
+        token = jnp.broadcast_to(new_ref[h, pl.ds(row, 1)], (tile_rows, width)).astype(block.dtype)
+        block[h, tile] = copy[h] = jnp.where(is_new, token, block[h, tile])
+    return tile
+
+
+def _wait_sent(tiles_sent, sent_sems, slot, count):
+    """Waits for `count` tiles of a slot: a wait counts bytes, whichever they are."""
+    some = tiles_sent.at[slot, pl.ds(0, count)]
+    pl.when(count > 0)(lambda: pltpu.make_async_copy(some, some, sent_sems.at[slot]).wait())
 
 
 def attend_decode(

@@ -80,17 +80,20 @@ def _ragged_kernel(
         source, target = o_buf.at[slot, pl.ds(0, rows)], o_hbm.at[pl.ds(row, rows), q_heads]
         pl.when(rows > 0)(lambda: act(pltpu.make_async_copy(source, target, o_sem.at[slot])))
 
-    def fold(slot, first, base, live, height, masked, j, h, _):
-        """Folds a whole chunk of head h into all rows of the tile; where `masked`, its j-th sub-chunk."""
-        size = CC if masked else C
+    def fold(slot, first, base, live, height, parts, masked, j, unit, _):
+        """Folds a whole chunk of a head into one of `parts` equal parts of the tile's rows, unit = head * parts + part.
+
+        Where `masked`, the chunk's j-th sub-chunk.
+        """
+        size, rows = CC if masked else C, height * G // parts
+        h, first_row = tpu.quotient(unit, parts), pl.multiple_of((unit & (parts - 1)) * rows, rows)
         k, v = tpu.load_kv(kv_buf.at[slot], pl.ds(j * (size // P), size // P), h, HL)
         v = tpu.clear_rows(v, live - j * size) if masked else v
-        rows = height * G
-        at = h, pl.ds(0, rows)
+        at = h, pl.ds(first_row, rows)
         scores = tpu.base2_scores(product(q_rows[at], k, transposed=True), scale, soft_cap)
         if masked:
             row, column = (lax.broadcasted_iota(jnp.int32, (rows, size), axis) for axis in (0, 1))
-            ahead = first + (row & (height - 1)) - base * P - j * size - column
+            ahead = first + ((first_row + row) & (height - 1)) - base * P - j * size - column
             visible = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
             scores = jnp.where(visible, scores, tpu.MASKED)
         weights, shrink = tpu.softmax_step(scores, m_ref.at[at])
@@ -130,17 +133,18 @@ def _ragged_kernel(
             inside &= base * P > first + rows - 1 - window
 
         def fold_chunk(height):
-            def heads_of(masked, unroll, j, _):
-                body = functools.partial(fold, kv_slot, first, base, live, height, masked, j)
-                lax.fori_loop(0, K, body, None, unroll=min(K, unroll))
+            def heads_of(masked, unroll, parts, j, _):
+                body = functools.partial(fold, kv_slot, first, base, live, height, parts, masked, j)
+                lax.fori_loop(0, K * parts, body, None, unroll=min(K * parts, unroll))
 
             def edges(unroll):
-                lax.fori_loop(0, tpu.quotient(live + CC - 1, CC), functools.partial(heads_of, True, unroll), None)
+                lax.fori_loop(0, tpu.quotient(live + CC - 1, CC), functools.partial(heads_of, True, unroll, 1), None)
 
             if height == tiles.few:  # bound by the copies: one body is enough
                 edges(_UNROLLED_HEADS)
             else:
-                pl.when(inside)(lambda: heads_of(False, tiles.heads_at_once, 0, None))
+                parts = tiles.parts_of_rows(K, height * G)
+                pl.when(inside)(lambda: heads_of(False, tiles.heads_at_once, parts, 0, None))
                 pl.when(jnp.logical_not(inside))(lambda: edges(1))
 
         at_height(fold_chunk)

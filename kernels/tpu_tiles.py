@@ -1,8 +1,9 @@
 """How big the tiles of the TPU kernels are, and what is refused: rules from shapes, a table by chip.
 
-What bounds them. VMEM: two chunks of blocks (one computes, one arrives), the tiles of q and o, and the float32
-accumulators; `vmem_bytes` adds them up, and the sum stays under 48 MiB, which leaves a quarter of the smallest
-VMEM (64 MiB: v5p, tpu7x) to XLA. SMEM (1 MiB): the block tables, at most half of it; a batch with more is split.
+What bounds them. VMEM: two chunks of blocks (one computes, one arrives), the tiles of q and o, in a decode the new
+tokens and the tiles on their way back, and the float32 accumulators; the sum stays under 48 MiB, which leaves a quarter
+of the smallest VMEM (64 MiB: v5p, tpu7x) to XLA. SMEM (1 MiB): the block tables, at most half of it; a batch with more
+is split.
 
 What chose them: `jaxvllm bench kernel` on the nano workload (docs/kernels_tpu.md has the tables). In decode, sub-chunks
 of 256 tokens: at 128 the latency of the matrix unit shows, at 512 the last sub-chunk of a sequence of some
@@ -111,11 +112,16 @@ class RaggedTiles:
     chunk: int
     sub_chunk: int
     heads_at_once: int
+    part_rows: int  # least rows of a part of a tile: a matrix unit's weights are loaded anew for each
     sums_in_product: bool
     grain: int
     head_groups: int
     seqs_per_call: int
     vmem_limit_bytes: int
+
+    def parts_of_rows(self, num_kv_heads: int, rows: int) -> int:
+        """Parts of a tile's rows that stand in for heads, where there are fewer than are taken at once."""
+        return _power_below(min(self.heads_at_once // num_kv_heads, rows // self.part_rows))
 
 
 def padded_group(group: int, num_kv_heads: int, dtype) -> int:
@@ -159,15 +165,16 @@ def decode_tiles(shape: Shape, chip: str | None = None) -> DecodeTiles:
     sub_chunk = max(shape.block_size, min(rule.decode_sub_chunk, chunk))
     chunk = max(chunk, sub_chunk)
     seq_bytes = shape.num_heads * shape.lanes * shape.itemsize
-    per_call = min(_SMEM_TABLE_ENTRIES // shape.blocks_per_seq, _Q_BYTES // seq_bytes) // seqs * seqs
-    if per_call == 0:
+    tables = _SMEM_TABLE_ENTRIES // shape.blocks_per_seq
+    if tables < seqs:
         raise ValueError(_table_too_long(shape))
-    kv_bytes = 2 * seqs * chunk * row_bytes
-    seqs_at_once = min(per_call, round_to(shape.num_seqs, seqs))
-    q_bytes = 4 * seqs_at_once * seq_bytes  # q and o, two windows each
     rows_bytes = seqs * heads * (shape.lanes * (shape.itemsize + 4) + 2 * LANES * 4)
-    # new tokens in float32, two windows, and tiles on their way back to the pool, two steps
-    new_bytes = 2 * (4 * seqs_at_once + seqs * shape.sublanes * shape.itemsize) * kv_heads * shape.row_width
+    # of two steps: chunks of blocks, and tiles on their way back to the pool
+    step_bytes = 2 * seqs * (chunk + shape.sublanes) * row_bytes
+    windows = 4 * seq_bytes + 2 * 4 * kv_heads * shape.row_width  # of a sequence, two each: q, o, its new token
+    room = (_VMEM_BUDGET_BYTES - step_bytes - rows_bytes) // windows
+    per_call = max(min(tables, _Q_BYTES // seq_bytes, room) // seqs, 1) * seqs
+    seqs_at_once = min(per_call, round_to(shape.num_seqs, seqs))
     return DecodeTiles(
         seqs=seqs,
         chunk=chunk,
@@ -175,7 +182,7 @@ def decode_tiles(shape: Shape, chip: str | None = None) -> DecodeTiles:
         grain=min(shape.block_size, 16),
         head_groups=cores,
         seqs_per_call=per_call,
-        vmem_limit_bytes=_vmem_limit(kv_bytes + q_bytes + rows_bytes + new_bytes),
+        vmem_limit_bytes=_vmem_limit(step_bytes + rows_bytes + seqs_at_once * windows),
     )
 
 
@@ -187,7 +194,9 @@ def ragged_tiles(shape: Shape, chip: str | None = None) -> RaggedTiles:
     wide = max(1, shape.lanes // LANES)
     few = shape.sublanes
     # at 4,096 rows in all the accumulators of a tile take 6 MiB
-    queries = min(rule.prefill_rows // shape.group, 4096 // (heads * wide), _power_above(shape.num_tokens))
+    # where a core has fewer KV heads than are taken at once, parts of a larger tile take their place
+    tile_rows = rule.prefill_rows * _power_below(rule.prefill_heads_at_once // kv_heads)
+    queries = min(tile_rows // shape.group, 4096 // (heads * wide), _power_above(shape.num_tokens))
     queries = max(few, _power_below(queries))
     row_bytes = kv_heads * shape.row_width * shape.itemsize
     longest = _power_above(shape.blocks_per_seq * shape.block_size)
@@ -204,6 +213,7 @@ def ragged_tiles(shape: Shape, chip: str | None = None) -> RaggedTiles:
         chunk=chunk,
         sub_chunk=max(shape.block_size, min(rule.prefill_sub_chunk, chunk)),
         heads_at_once=rule.prefill_heads_at_once,
+        part_rows=rule.prefill_rows,
         sums_in_product=rule.sums_in_product and shape.lanes == LANES,
         grain=min(shape.block_size, 16),
         head_groups=cores,

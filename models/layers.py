@@ -65,8 +65,10 @@ def _product(
     return jax.lax.optimization_barrier(y).T if weight_first else y
 
 
-def _product_of_two_rows(product: Callable, x: Array, weight: Array) -> Array:
-    """XLA makes a plain loop of a product with one row, which turns the whole weight into float32 first."""
+def _product_of_two_rows(
+    product: Callable, x: Float[Array, "1 inputs"], weight: Float[Array, "outputs inputs"]
+) -> Float[Array, "1 outputs"]:
+    """The product with a second row: of one XLA's CPU makes a plain loop, which turns all weights to float32 first."""
     return product(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
 
 

@@ -221,6 +221,8 @@ def check_decode_step(backend: str, case: Case, step: Callable | None = None) ->
     rng = np.random.default_rng(1)
     S, form = case.form.max_seqs, case.form
     k, v = (jnp.asarray(rng.normal(size=(S, form.num_kv_heads, form.head_dim)), case.pool.dtype) for _ in range(2))
+    is_padding = case.batch.slot_mapping[:, None, None] == form.num_blocks * form.block_size
+    k, v = (jnp.where(is_padding, jnp.nan, x) for x in (k, v))
     gone = jnp.full_like(k, jnp.nan)
     before = case.with_pool(_write_reference(case.pool, gone, gone, case.batch.slot_mapping))
     after = case.with_pool(_write_reference(case.pool, k, v, case.batch.slot_mapping))

@@ -169,9 +169,14 @@ class TestMetadata:
         assert result["times_faster_than_plain"] > 0
 
 
-def test_a_command_line_names_files_and_not_where_they_lie(tmp_path):
-    words = [str(tmp_path), "throughput", "--model", str(tmp_path / "absent"), "--random", "tiny model"]
-    assert machine._command(words) == f"{tmp_path.name} throughput --model {tmp_path}/absent --random 'tiny model'"
+def test_a_command_line_names_files_and_not_where_they_lie():
+    words = ["/opt/x/jaxvllm/__main__.py", "bench", "--model", "/home/me/m.gguf", "--output=/home/me/new.json"]
+    words += ["--peer-python", "~/venv/bin/python", "--config", "configs/a.toml", "--random", "tiny model", "x" * 300]
+    assert machine._command(words) == (
+        "jaxvllm bench --model m.gguf --output=new.json --peer-python python --config configs/a.toml "
+        f"--random 'tiny model' {'x' * 300}"
+    )
+    assert machine._command(["/opt/bin/jaxvllm"]) == "jaxvllm"
 
 
 class TestCommands:

@@ -18,6 +18,9 @@ def test_a_decode_moves_its_live_tiles_and_no_more():
     assert trips.kv_bytes == (16 + 64 + 336) * ROW_BYTES
     assert trips.io_bytes == 3 * IO_BYTES
     assert trips.floor_bytes == (1 + 64 + 330) * ROW_BYTES + 3 * IO_BYTES
+    assert trips.write_bytes == 3 * (2 + 16) * ROW_BYTES  # a row in float32, a tile back
+    assert trips.separate_write_bytes == trips.write_bytes + 3 * 16 * ROW_BYTES
+    assert trips.write_floor_bytes == 3 * 2 * ROW_BYTES
     assert (trips.steps, trips.whole_copies, trips.part_copies) == (3, 6, 2)
     assert (trips.inside, trips.boundary) == (1, 3)
 

@@ -31,13 +31,23 @@ def test_linear_sums_bfloat16_into_float32_where_asked():
     assert (y == 1000).all()  # bfloat16 would be stuck at 256
 
 
-@pytest.mark.parametrize("rows", [2, 128])
+@pytest.mark.parametrize("rows", [1, 2, 128])
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_float32_products_ask_every_platform_for_full_precision(platform, rows):
     x = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
     text = jax.jit(linear).trace(x, x).lower(lowering_platforms=(platform,)).as_text()
     assert text.count("dot_general") == 1
     assert "precision = [HIGHEST, HIGHEST]" in text
+
+
+def test_one_row_gets_a_second_one_on_the_cpu_where_it_is_not_float32():
+    def rows_of_the_product(platform, dtype):
+        x, weight = (jax.ShapeDtypeStruct((rows, 128), dtype) for rows in (1, 64))
+        text = jax.jit(linear).trace(x, weight).lower(lowering_platforms=(platform,)).as_text()
+        return 2 if "tensor<2x128x" in text else 1
+
+    assert rows_of_the_product("cpu", jnp.bfloat16) == 2
+    assert rows_of_the_product("cpu", jnp.float32) == rows_of_the_product("tpu", jnp.bfloat16) == 1
 
 
 def test_rms_norm_computes_in_float32():

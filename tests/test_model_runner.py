@@ -50,7 +50,7 @@ _RESULT = re.compile(r"\s*(?:ROOT )?\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(")  # an 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_step_transposes_converts_or_copies_a_weight(tiny_llama_path, dtype):
     """In the compiled programs nothing has the shape of a weight, either way round, but the weights themselves."""
-    llm = make_llm(tiny_llama_path, dtype=dtype)
+    llm = make_llm(tiny_llama_path, dtype=dtype, seq_buckets=(1, 8))
     runner = llm.engine.model_runner
     runner.warm_up(show_progress=False)
     weights = [leaf.shape for leaf in jax.tree.leaves(runner.params) if leaf.ndim == 2]

@@ -98,9 +98,10 @@ def _random_steps(form, max_examples, step):
     run()
 
 
-def compiled_step(chip: str = "tiny"):
+def compiled_step(chip: str | None = "tiny"):
     static = ("scale", "sliding_window", "logits_soft_cap", "decode_only")
-    return jax.jit(functools.partial(paged_attention.write_and_attend, backend=f"tpu:{chip}"), static_argnames=static)
+    backend = "tpu" if chip is None else f"tpu:{chip}"
+    return jax.jit(functools.partial(paged_attention.write_and_attend, backend=backend), static_argnames=static)
 
 
 @each_form(FAST)
@@ -147,7 +148,10 @@ def test_the_real_tiles_at_every_boundary(dtype, decode_only):
     for group in lens:
         news = [1] * 8 if decode_only else [1, 2, 16, 17, 8, 256, 257, 9]
         news = [min(n, new) for n, new in zip(group, news, strict=True)]
-        check("tpu", make_case(form, group, news, backend="tpu", decode_only=decode_only), attend)
+        case = make_case(form, group, news, backend="tpu", decode_only=decode_only)
+        check("tpu", case, attend)
+        if decode_only:
+            check_decode_step("tpu", case, compiled_step(None))
 
 
 @pytest.mark.slow
@@ -221,6 +225,22 @@ def test_runs_of_slots_end_at_tiles_gaps_and_padding():
     starts, lengths, firsts, count = tpu_cache_write.plan(slots, num_slots=96, grain=16)
     runs = [tuple(int(x[i]) for x in (starts, lengths, firsts)) for i in range(int(count[0]))]
     assert runs == [(0, 2, 30), (2, 2, 32), (4, 1, 7), (7, 2, 64)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "itemsize", "num_seqs"),
+    [((32, 32), 128, 2, 512), ((16, 8), 256, 2, 512), ((32, 32), 128, 4, 256), ((8, 1), 128, 2, 4096)],
+)
+def test_a_decode_of_many_sequences_is_split_to_fit_the_vector_memory(heads, head_dim, itemsize, num_seqs):
+    shape = tpu_tiles.Shape(
+        num_tokens=num_seqs, num_seqs=num_seqs, num_kv_heads=heads[1], group=heads[0] // heads[1], lanes=head_dim,
+        row_width=2 * head_dim, block_size=64, blocks_per_seq=64, itemsize=itemsize,
+    )  # fmt: skip
+    for chip in (None, "v5e", "v5p", "v6e", "tpu7x"):
+        tiles = tpu_tiles.decode_tiles(shape, chip)
+        assert tiles.seqs <= tiles.seqs_per_call
+        assert tiles.seqs_per_call % tiles.seqs == 0
+        assert tiles.vmem_limit_bytes <= 56 << 20
 
 
 @pytest.mark.parametrize(
@@ -305,13 +325,14 @@ def test_a_planted_fault_shows(monkeypatch, fault, decode_only):
 
 STEP_FAULTS = {
     "a tile is sent back from where the next chunk comes": {
-        "copy(tiles_sent.at[slot, w], home": "copy(kv_buf.at[slot, w * (C // P) + block, :, tile], home",
+        "copy(copy, home": "copy(kv_buf.at[slot, w * (C // P) + block, :, tile], home",
     },
     "a tile is overwritten while it is on its way": {
-        "            wait_sent(slot, sent_before)\n            sent, ": "            sent, "
+        "            _wait_sent(*back, slot, sent_before)\n            sent, ": "            sent, "
     },
+    "the last tiles are not waited for": {"            _wait_sent(*back, 1 - slot, sent)\n": ""},
     "a new token beside its place": {"== (place & (T - 1))": "== (place & (T - 1)) + 1"},
-    "a new token is sent back and not seen": {"kv_buf[at] = tiles_sent": "tiles_sent"},
+    "a new token is sent back and not seen": {"block[h, tile] = copy[h]": "copy[h]"},
 }
 
 

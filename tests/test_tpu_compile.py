@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxvllm import chips
@@ -56,6 +57,21 @@ def test_the_write_is_in_place_whatever_the_number_of_tokens(num_tokens):
     assert memory is not None
     assert memory.alias_size_in_bytes == pool.size * 2
     assert memory.temp_size_in_bytes < pool.size * 2 // 50
+
+
+@needs_libtpu
+@pytest.mark.parametrize("calls", [1, 4])
+def test_a_decode_writes_in_place_however_many_calls_its_batch_takes(calls):
+    """Tables that SMEM cannot hold together make several calls."""
+    long = {"num_seqs": 256, "num_tokens": 256, "max_context": 32768, "block_size": 16}
+    case = DECODE if calls == 1 else replace(DECODE, **long)
+    lowered = lower_attend(case)
+    assert lowered.as_text().count("tpu_custom_call") == calls
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    pool_bytes = 2 * np.prod(kv_cache.pool_shape(4096, case.num_kv_heads, case.block_size, case.head_dim, "tpu"))
+    assert memory.alias_size_in_bytes == pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes // 20
 
 
 def test_the_clock_follows_from_the_published_peak():

@@ -131,8 +131,9 @@ def count_decode(lens: list[int], case: Case) -> Trips:
 def decode_cycles(regions: list[Region], trips: Trips) -> tuple[int, tuple[int, int]]:
     """Returns the cycles of a batch by the schedule, and those of a sub-chunk inside and at a boundary.
 
-    The flat loop's own regions run once a step (begin and finish too, which is too many where a sequence has several
-    chunks); inner loops without products are copies. tpu7x takes a part's copy as a loop of two, after the whole ones.
+    The flat loop's own regions run once a step (begin, finish and new tokens too, which is too many where a sequence
+    has several chunks); inner loops without products are copies. tpu7x takes a part's copy as a loop of two, after the
+    whole ones.
     """
     first = next(i for i, r in enumerate(regions) if r.mxu and r.depth == 2)
     start = max(i for i in range(first) if regions[i].depth == 1 and regions[i].begins_loop)
@@ -291,7 +292,7 @@ def decode_report(chip: str, heads: tuple[int, int, int], workload: str, block_s
     return {
         "bytes_moved": moved,
         "bytes_floor": trips.floor_bytes + trips.write_floor_bytes,
-        "bytes_ratio": attended / trips.floor_bytes,
+        "attention_bytes_ratio": attended / trips.floor_bytes,
         "write_bytes": trips.write_bytes,
         "separate_write_bytes": trips.separate_write_bytes,
         "jax_bytes_ratio": count_jax_decode(lens, case) / trips.floor_bytes,

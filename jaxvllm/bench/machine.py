@@ -62,8 +62,14 @@ def _best_s(function: Any, x: jax.Array, repeats: int) -> float:
 
 
 def _command(words: list[str]) -> str:
-    """The command line, of files their names alone: where they lie says something of the machine's owner."""
-    return shlex.join(Path(word).name if Path(word).expanduser().exists() else word for word in words)
+    """The command line, of paths from the root or a home their last part: the rest is the machine owner's."""
+    program = Path(words[0]).name
+    return shlex.join(["jaxvllm" if program == "__main__.py" else program, *map(_without_home, words[1:])])
+
+
+def _without_home(word: str) -> str:
+    option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+    return option + equals + (value.rpartition("/")[2] if value.startswith(("/", "~")) else value)
 
 
 def _hardware() -> dict[str, Any]:

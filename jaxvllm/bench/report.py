@@ -42,8 +42,9 @@ def markdown(results: list[dict[str, Any]]) -> str:
             f"load {machine['load_average']}; {machine['commit']}; {machine['date'][:10]}"
         )
         floor = result.get("floor_share")
+        command = machine["command"].replace("|", "\\|")
         share = "" if floor is None else f"{100 * floor:.0f}%"
-        lines.append(f"| {result['title']} | {result['summary']} | {share} | {where} | `{machine['command']}` |")
+        lines.append(f"| {result['title']} | {result['summary']} | {share} | {where} | `{command}` |")
     return "\n".join(lines)
 
 

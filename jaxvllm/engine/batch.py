@@ -61,7 +61,7 @@ def make_buckets(config: EngineConfig, prefill_limit: int | None = None) -> list
     for num_blocks in config.resolved_block_buckets():
         buckets += [Bucket(s, s, num_blocks, True) for s in seq_buckets]
         for num_tokens in token_buckets:
-            wanted = max(2, num_tokens // _TOKENS_PER_PREFILL_SEQ)
+            wanted = max(1, num_tokens // _TOKENS_PER_PREFILL_SEQ)
             is_last = num_tokens == token_buckets[-1] and runs_whole
             num_seqs = most_seqs if is_last else _round_up(wanted, seq_buckets)
             buckets.append(Bucket(num_tokens, num_seqs, num_blocks, False))

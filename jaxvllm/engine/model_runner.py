@@ -215,19 +215,19 @@ def step(
     params: Any,
     pools: list[Array],
     packed: Int32[Array, " words"],
-    ids: Int32[Array, " ids"] | None = None,
+    ids: Int32[Array, " ids"],
     *,
     bucket: Bucket,
     backend: str,
-) -> tuple[Int32[Array, "..."], list[Array]]:
+) -> tuple[Int32[Array, " ids"], list[Array]]:
     """One step: the model over all new tokens, then one sampled id per sequence.
 
     `pools` is donated: use the returned ones, the argument is dead. A sequence whose prefill goes on in a later step
-    gets an id too, which the scheduler drops. With `ids`, those sampled before, pending tokens are taken from there,
-    and the new ids are returned in it, in their rows; without, they are returned as they come, [S].
+    gets an id too, which the scheduler drops. `ids` are those sampled before: pending tokens are taken from there, and
+    the new ids are returned in it, in their rows.
     """
     fields = unpack(packed, bucket)
-    if ids is not None and bucket.decode_only:
+    if bucket.decode_only:
         rows = fields["pending_rows"]  # past the end where the token was known to the host
         pending = ids.at[rows].get(mode="clip")
         fields["token_ids"] = jnp.where(rows < ids.shape[0], pending, fields["token_ids"])
@@ -251,6 +251,4 @@ def step(
             **{name: fields[name] for name in SamplingBatch._fields if name != "positions"},
         )
         sampled = sample(logits, sampling)
-    if ids is not None:
-        sampled = ids.at[fields["id_rows"]].set(sampled, mode="drop")
-    return sampled, pools
+    return ids.at[fields["id_rows"]].set(sampled, mode="drop"), pools
