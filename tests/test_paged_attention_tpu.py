@@ -331,7 +331,7 @@ STEP_FAULTS = {
         "            _wait_sent(*back, slot, sent_before)\n            sent, ": "            sent, "
     },
     "the last tiles are not waited for": {"            _wait_sent(*back, 1 - slot, sent)\n": ""},
-    "a new token beside its place": {"== (place & (T - 1))": "== (place & (T - 1)) + 1"},
+    "a new token beside its place": {"== (place & (tile_rows - 1))": "== (place & (tile_rows - 1)) + 1"},
     "a new token is sent back and not seen": {"block[h, tile] = copy[h]": "copy[h]"},
 }
 
