@@ -116,8 +116,10 @@ def test_random_decode_steps_write_their_tokens_and_see_them(form):
 
 
 @pytest.mark.slow
-def test_two_cores_write_their_own_heads():
-    _random_steps(replace(FORM, num_heads=16, num_kv_heads=2), 4, compiled_step("tiny_two_cores"))
+def test_two_cores_write_their_own_heads_at_once():
+    both = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2)
+    with pltpu.force_tpu_interpret_mode(both):
+        _random_steps(replace(FORM, num_heads=16, num_kv_heads=2), 4, compiled_step("tiny_two_cores"))
 
 
 @pytest.mark.slow
