@@ -153,7 +153,7 @@ def _decode_kernel(
         size = functools.reduce(jnp.add, [tpu.round_up(live, grain) for live in lives])
         tpu.wait_blocks(size, kv_buf.at[slot], sems.at[slot], grain=grain)
         if written:
-            _wait_sent(*back, slot, sent_before)
+            _wait_sent(back, slot, sent_before)
             sent, sent_before = put_new(g, slot, spans), sent
         inside = tpu.quotient(functools.reduce(jnp.minimum, lives), CC)
         end = tpu.quotient(functools.reduce(jnp.maximum, lives) + CC - 1, CC)
@@ -172,8 +172,8 @@ def _decode_kernel(
         state = (0, 0, 0, num_chunks(0), 0, 0)
         _, _, slot, _, sent, sent_before = lax.while_loop(lambda state: state[0] < num_groups[0], step, state)
         if written:
-            _wait_sent(*back, slot, sent_before)
-            _wait_sent(*back, 1 - slot, sent)
+            _wait_sent(back, slot, sent_before)
+            _wait_sent(back, 1 - slot, sent)
 
 
 def _put_token(block, place, new_ref, row, copy):
@@ -190,8 +190,9 @@ def _put_token(block, place, new_ref, row, copy):
     return tile
 
 
-def _wait_sent(tiles_sent, sent_sems, slot, count):
+def _wait_sent(back, slot, count):
     """Waits for `count` tiles of a slot: a wait counts bytes, whichever they are."""
+    tiles_sent, sent_sems = back
     some = tiles_sent.at[slot, pl.ds(0, count)]
     pl.when(count > 0)(lambda: pltpu.make_async_copy(some, some, sent_sems.at[slot]).wait())
 
@@ -233,7 +234,7 @@ def attend_decode(
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     write, sublanes = new is not None, 32 // pool.dtype.itemsize
     # a row at any place can be loaded only where rows have 32 bits
-    new_rows = [new.astype(jnp.float32).swapaxes(0, 1)] if write else []
+    new_rows = [] if new is None else [new.astype(jnp.float32).swapaxes(0, 1)]
     sent_tiles = pltpu.VMEM((2, W, K // cores, sublanes, two_hp), pool.dtype)
     out, written = pl.pallas_call(
         kernel,

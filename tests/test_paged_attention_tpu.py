@@ -330,9 +330,9 @@ STEP_FAULTS = {
         "copy(copy, home": "copy(kv_buf.at[slot, w * (C // P) + block, :, tile], home",
     },
     "a tile is overwritten while it is on its way": {
-        "            _wait_sent(*back, slot, sent_before)\n            sent, ": "            sent, "
+        "            _wait_sent(back, slot, sent_before)\n            sent, ": "            sent, "
     },
-    "the last tiles are not waited for": {"            _wait_sent(*back, 1 - slot, sent)\n": ""},
+    "the last tiles are not waited for": {"            _wait_sent(back, 1 - slot, sent)\n": ""},
     "a new token beside its place": {"== (place & (tile_rows - 1))": "== (place & (tile_rows - 1)) + 1"},
     "a new token is sent back and not seen": {"block[h, tile] = copy[h]": "copy[h]"},
 }

@@ -10,7 +10,6 @@ take the pools in and give them out one by one. Weights are stacked before, not 
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -54,6 +53,10 @@ def _scan(form: str, model: Decoder, layer_def: Any, layers: Any, ids, positions
     return model.norm(x), pools
 
 
+def _ints(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
 def make(form: str, config: ModelConfig, step: str, backend: str) -> tuple[Callable, tuple[Any, ...]]:
     """Returns a step in that form, its pools the third argument, and what it takes, as shapes."""
     T, S = STEPS[step]
@@ -61,15 +64,15 @@ def make(form: str, config: ModelConfig, step: str, backend: str) -> tuple[Calla
     shape = kv_cache.pool_shape(blocks, config.num_kv_heads, _BLOCK_SIZE, config.head_dim, backend)
     options = {"backend": backend, "decode_only": T == S}
     model = nnx.eval_shape(lambda: registry.resolve(config.model_type).make(config))
-    pool, ints = jax.ShapeDtypeStruct(shape, config.dtype), partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    batch = AttentionBatch(ints((T,)), ints((S, _CONTEXT // _BLOCK_SIZE)), ints((S,)), ints((S + 1,)), ints((1,)))
+    pool, ids = jax.ShapeDtypeStruct(shape, config.dtype), _ints(T)
+    batch = AttentionBatch(ids, _ints(S, _CONTEXT // _BLOCK_SIZE), _ints(S), _ints(S + 1), _ints(1))
     if form == "unrolled":
         graph, state = nnx.split(model)
 
         def unrolled(state, ids, pools, positions, batch):
             return nnx.merge(graph, state)(ids, positions, pools, batch, **options)
 
-        return unrolled, (state, ints((T,)), [pool] * config.num_layers, ints((T,)), batch)
+        return unrolled, (state, ids, [pool] * config.num_layers, ids, batch)
 
     layer_def, _ = nnx.split(model.layers[0])
     layers = jax.eval_shape(lambda *x: jax.tree.map(lambda *y: jnp.stack(y), *x), *map(nnx.state, model.layers))
@@ -81,7 +84,7 @@ def make(form: str, config: ModelConfig, step: str, backend: str) -> tuple[Calla
         return _scan(form, nnx.merge(graph, state), layer_def, layers, ids, positions, pools, batch, **options)
 
     pools = jax.ShapeDtypeStruct((config.num_layers, *shape), config.dtype)
-    return scanned, ((state, layers), ints((T,)), pools, ints((T,)), batch)
+    return scanned, ((state, layers), ids, pools, ids, batch)
 
 
 def fill(arguments: tuple[Any, ...], step: str) -> tuple[Any, ...]:
