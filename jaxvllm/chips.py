@@ -78,7 +78,7 @@ def find_chip(name: str) -> Chip:
 def why_no_compiler() -> str | None:
     """Returns why TPU programs cannot be compiled here, or None if they can."""
     if importlib.util.find_spec("libtpu") is None:
-        return "libtpu is not installed: pip install jaxvllm[tpu]"
+        return "libtpu is not installed: pip install '.[tpu]'"
     return None
 
 

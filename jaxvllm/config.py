@@ -129,14 +129,24 @@ class EngineConfig:
             if any(not is_int(b) or b < 1 for b in buckets) or list(buckets) != sorted(set(buckets)):
                 raise ValueError(f"{name}={buckets} is not a rising sequence of positive whole numbers.")
             if buckets and buckets[-1] < limit:
-                raise ValueError(f"{name}={buckets} ends below {limit_name}={limit}: no bucket holds the largest step.")
+                raise ValueError(
+                    f"{name}={buckets} ends below {limit_name}={limit}: add {limit}, or lower {limit_name}."
+                )
+
+
+_OF_THE_MODEL = {"model", "eos"}
 
 
 def read_preset(path: Path) -> dict[str, Any]:
-    """Reads options from a TOML file such as those in `configs`. Raises `ValueError` naming the file."""
+    """Reads options from a TOML file such as those in `configs`. Raises `ValueError` naming the file.
+
+    A preset holds together by itself, and names no model: `model` and `eos` are none of its options.
+    """
     try:
         options = tomllib.loads(path.read_text(encoding="utf-8"))
-        _check_names(options)
+        for name in _OF_THE_MODEL & options.keys():
+            raise ValueError(f"{name!r} is given beside a preset, or by the model itself: leave it out.")
+        EngineConfig.from_options("any", options)
     except (OSError, ValueError) as error:
         raise ValueError(f"preset {path}: {error}") from error
     return options
@@ -146,7 +156,7 @@ def _check_names(names: Iterable[str]):
     known = [field.name for field in fields(EngineConfig)]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}."
             raise ValueError(f"unknown option {name!r}: {hint}")
 
@@ -158,6 +168,8 @@ def is_int(value: object) -> bool:
 
 def _collected(name: str, values: Any, kind: type) -> Any:
     try:
+        if isinstance(values, str):
+            raise TypeError
         return kind(values)
     except TypeError:
         raise ValueError(f"{name}={values!r} is not a list of whole numbers.") from None

@@ -27,7 +27,7 @@ CHIPS = tuple(sorted(path.stem for path in _TARGETS.glob("*.txtpb")))
 def why_no_compiler() -> str | None:
     """Returns why GPU programs cannot be compiled here, or None if they can."""
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        return "the CUDA plugin is not installed: pip install 'jax[cuda13-local]', or jaxvllm[cuda13]"
+        return "the CUDA plugin is not installed: pip install '.[cuda13]', or 'jax[cuda13-local]'"
     if os.environ.get("JAX_PLATFORMS") != "cpu":
         return "set JAX_PLATFORMS=cpu: else the plugin looks for a device, and without one cannot be used"
     return None

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.llm_engine import EngineStats, LLMEngine
 from jaxvllm.engine.sequence import Sequence as EngineSequence
+from jaxvllm.models import registry
 from jaxvllm.models.loader import open_checkpoint, resolve_path
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.sampling_params import SamplingParams
@@ -31,6 +32,7 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], *, use_tqdm: bool = True, **options: Any):
         config = EngineConfig.from_options(os.fspath(model) if isinstance(model, os.PathLike) else model, options)
         checkpoint = open_checkpoint(resolve_path(config.model))
+        registry.resolve(checkpoint.config.model_type)  # a folder that holds no model is refused as such, first of all
         self.tokenizer = load_tokenizer(checkpoint)
         self.engine = LLMEngine(config, checkpoint, self.tokenizer.eos_token_ids, use_tqdm=use_tqdm)
         self._claimed: dict[int, RequestOutput | None] = {}  # requests of generate and stream calls under way

@@ -54,7 +54,9 @@ class SamplingParams:
         if not is_int(self.top_k) or not -1 <= self.top_k < _TOP_K_LIMIT:
             raise ValueError(f"top_k={self.top_k!r} is not a count below 2**31: use -1 to keep every token.")
         if not is_int(self.max_tokens) or self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens!r} is below 1: a request generates at least one token.")
+            raise ValueError(
+                f"max_tokens={self.max_tokens!r} is not a whole number of at least 1: a request generates something."
+            )
         if not is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens!r} is outside 0 to max_tokens={self.max_tokens}.")
         if any(not is_int(token_id) or token_id < 0 for token_id in self.stop_token_ids):

@@ -205,6 +205,12 @@ class TestCommands:
         result = last_json(CliRunner().invoke(main, arguments))
         assert 0 < result["first_token_ms"]["p50"] <= result["first_token_ms"]["p99"]
         assert result["per_token_ms"]["p50"] > 0
+        assert result["num_compiled_in_run"] == 0
+
+    def test_an_output_without_a_folder_is_refused_before_anything_is_measured(self, tmp_path):
+        result = CliRunner().invoke(main, ["bench", "metadata", f"--output={tmp_path}/none/x.json"])
+        assert result.exit_code == 2
+        assert "none is no folder" in result.output
 
     def test_prefix_gives_hit_rate_and_ratio(self):
         sizes = ["--requests=3", "--shared=32", "--length=40", "--max-tokens=2", "--repeats=1"]

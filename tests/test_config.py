@@ -103,7 +103,19 @@ def test_preset_is_valid_and_says_on_what_it_ran(path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("max_num_seq = 3", "did you mean 'max_num_seqs'"), ("max_num_seqs = ", "Invalid value")]
+    ("content", "message"),
+    [
+        ("max_num_seq = 3", "did you mean 'max_num_seqs'"),
+        ("max_num_seqs = ", "Invalid value"),
+        ("seq_buckets = 8", "seq_buckets=8 is not a list of whole numbers"),
+        ('seq_buckets = "16"', "seq_buckets='16' is not a list of whole numbers"),
+        ('max_num_seqs = "8"', "max_num_seqs='8' is not a whole number"),
+        ("max_model_len = 256.0", "max_model_len=256.0 is not a whole number"),
+        ('enforce_eager = "no"', "enforce_eager='no' is none of False, True"),
+        ('model = "x"', "'model' is given beside a preset"),
+        ("eos = 3", "'eos' is given beside a preset"),
+        ("use_tqdm = false", "unknown option 'use_tqdm': the options are"),
+    ],
 )
 def test_broken_preset_is_named(tmp_path, content, message):
     (tmp_path / "mine.toml").write_text(content)

@@ -171,3 +171,8 @@ def test_stats_count_what_ran(tiny_llama_path):
     assert stats.prefill_tokens_per_s > 0
     assert stats.decode_tokens_per_s > 0
     assert stats.compiled.num_requests >= 2
+
+
+def test_a_folder_without_a_model_is_refused_before_its_tokenizer_is_looked_for(tmp_path):
+    with pytest.raises(ValueError, match=r"config.json cannot be read"):
+        LLM(str(tmp_path))

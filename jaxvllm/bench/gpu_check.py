@@ -192,6 +192,7 @@ def _output(*command: str) -> str | None:
 def _lines(part: str, outcome: dict[str, Any]) -> list[str]:
     """Returns the part's results for a reader."""
     found = [f"{part}: {'passed' if outcome['passed'] else 'NOT PASSED'}, {outcome['ended']}"]
+    found += [f"  {line}" for line in outcome.get("log_tail", "").strip().splitlines()[-1:]]
     for name, result in outcome["results"].items():
         shown = {
             key: f"{value:.4g}" if isinstance(value, float) else value

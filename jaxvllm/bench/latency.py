@@ -10,6 +10,7 @@ from jaxvllm.bench.machine import describe
 from jaxvllm.bench.measure import make_engine, make_sequence, run_requests
 from jaxvllm.bench.requests import Request
 from jaxvllm.bench.throughput import engine_options, start_figures
+from jaxvllm.engine.compile_events import compile_count
 from jaxvllm.engine.llm_engine import LLMEngine
 
 _PERCENTILES = (50, 90, 99)
@@ -23,9 +24,11 @@ def measure(
         raise ValueError(f"--rate={rate} is not a positive number of requests per second.")
     engine, encode = make_engine(model, random, options)
     requests = workloads.load(workload, engine.model_config.vocab_size, encode)
+    engine.model_runner.warm_up(show_progress=False)  # arrivals meet batches of every size
     run_requests(engine, requests[: engine.config.max_num_seqs])  # whatever is done once is done
     engine.scheduler.block_manager.forget_contents()
     arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / rate, len(requests)))
+    compiled = compile_count()
     first_s, token_s, run_s = _serve(engine, requests, arrivals.tolist())
     name = model.rsplit("/", 1)[-1] if model else random
     first_ms, token_ms = _percentiles(first_s), _percentiles(token_s)
@@ -39,6 +42,7 @@ def measure(
         "start": start_figures(engine),
         "first_token_ms": first_ms,
         "per_token_ms": token_ms,
+        "num_compiled_in_run": (compile_count() - compiled).num_requests,
         "run_s": round(run_s, 3),
         "tokens_per_s": round(sum(request.max_tokens for request in requests) / run_s, 2),
     }

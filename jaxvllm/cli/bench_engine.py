@@ -12,8 +12,20 @@ _MODEL_OPTIONS = [
     click.option("--model", help="A folder, a .gguf file or a hub name."),
     click.option("--random", help="tiny, small, smollm2-135m, qwen3-0.6b-shaped or a config.json: random weights."),
 ]
+
+
+def _check_folder(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """Refuses a file in a folder that is not there before anything is measured, not after."""
+    if path is not None and not path.parent.is_dir():
+        raise click.BadParameter(f"{path.parent} is no folder: make it first.", ctx, param)
+    return path
+
+
 _OUTPUT = click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON line to this file too."
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_check_folder,
+    help="Write the JSON line to this file too.",
 )
 
 
