@@ -78,6 +78,14 @@ class Tokenizer:
         data = b"".join(detokenizer.take(token_id) for token_id in token_ids)
         return data.decode("utf-8", "replace")
 
+    def check_chat_template(self):
+        """Raises `ValueError` when there is no chat template."""
+        if not self._tokenizer.chat_template:
+            raise ValueError(
+                f"{self.name} has no chat template: give a plain prompt instead of messages, "
+                "or use a checkpoint that was tuned for chat."
+            )
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
@@ -86,11 +94,7 @@ class Tokenizer:
         `messages` are `{"role": ..., "content": ...}`; `add_generation_prompt` opens the assistant's answer.
         Raises `ValueError` when there is no chat template, or the messages are malformed or refused by it.
         """
-        if not self._tokenizer.chat_template:
-            raise ValueError(
-                f"{self.name} has no chat template: give a plain prompt instead of messages, "
-                "or use a checkpoint that was tuned for chat."
-            )
+        self.check_chat_template()
         _check_messages(messages)
         try:
             text = self._tokenizer.apply_chat_template(

@@ -15,6 +15,9 @@ from jaxvllm.outputs import RequestOutput
 
 
 class FakeTokenizer:
+    def check_chat_template(self):
+        pass
+
     def apply_chat_template(self, messages, add_generation_prompt=True):
         if len(messages[-1]["content"]) > 40:
             raise ValueError("the prompt is too long: shorten it.")

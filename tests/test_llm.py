@@ -176,3 +176,9 @@ def test_stats_count_what_ran(tiny_llama_path):
 def test_a_folder_without_a_model_is_refused_before_its_tokenizer_is_looked_for(tmp_path):
     with pytest.raises(ValueError, match=r"config.json cannot be read"):
         LLM(str(tmp_path))
+
+
+def test_a_length_beyond_the_model_s_is_cut_and_said(tiny_llama_path, caplog):
+    engine = make_llm(tiny_llama_path, max_model_len=100_000, block_buckets=()).engine
+    (line,) = [line for line in caplog.messages if "max_model_len" in line]
+    assert line == f"max_model_len=100000 is cut to the model's {engine.config.max_model_len}."

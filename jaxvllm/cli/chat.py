@@ -25,7 +25,9 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops a
 def chat(model: str, system: str | None, **options: Any):
     """Talk with MODEL: a folder, a .gguf file or a hub name of a model tuned for chat."""
     engine_options, sampling_params = split_options(options)
-    session = ChatSession(load_llm(model, engine_options), sampling_params, system)
+    llm = load_llm(model, engine_options)
+    llm.tokenizer.check_chat_template()  # now, not after the first question
+    session = ChatSession(llm, sampling_params, system)
     click.echo(_HELP, err=True)
     while (line := _read_line()) is not None:
         match line.strip():

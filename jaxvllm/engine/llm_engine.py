@@ -1,6 +1,7 @@
 """The loop: schedule, run, postprocess. Token ids in, token ids out."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -17,6 +18,10 @@ from jaxvllm.engine.scheduler import Flight, Scheduler
 from jaxvllm.engine.sequence import Sequence
 from jaxvllm.models.loader import Checkpoint, load_model
 from jaxvllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
 
 
 @dataclass(slots=True)
@@ -60,9 +65,12 @@ class LLMEngine:
         compiled_before = compile_count()
         enable_compilation_cache()
         model_config, model = load_model(checkpoint, config.dtype, quantization=config.quantization)
+        longest = model_config.max_position_embeddings
+        if config.max_model_len > longest and config.max_model_len != _DEFAULTS["max_model_len"]:
+            logger.warning("max_model_len=%d is cut to the model's %d.", config.max_model_len, longest)
         config = dataclasses.replace(
             config,
-            max_model_len=min(config.max_model_len, model_config.max_position_embeddings),
+            max_model_len=min(config.max_model_len, longest),
             eos=config.eos_ids | model_config.eos_token_ids | tokenizer_eos,
         )
         model.max_len = config.max_model_len
