@@ -14,7 +14,7 @@ from jaxvllm.kernels.tpu_cache_write import join_rows, write
 from jaxvllm.kernels.tpu_decode import attend_decode
 from jaxvllm.kernels.tpu_ragged import attend_ragged
 
-__all__ = ["attend", "chip_of", "why_unsupported", "write", "write_and_attend_decode"]
+__all__ = ["attend", "chip_of", "shape_of", "why_unsupported", "write", "write_and_attend_decode"]
 
 
 def why_unsupported(form: AttentionForm) -> str | None:
@@ -42,7 +42,7 @@ def attend(
     chip: str | None = None,
 ) -> Float[Array, "T N H"]:
     """See `paged_attention.attend`. Raises ValueError for what the kernels are not made for."""
-    shape = _shape(q, pool, block_tables)
+    shape = shape_of(q, pool, block_tables)
     padded = _pad_heads(q, pool, shape)
     live_lens = _live(context_lens, num_seqs)
     options = {"scale": scale, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
@@ -69,7 +69,7 @@ def write_and_attend_decode(
     chip: str | None = None,
 ) -> tuple[Float[Array, "S N H"], Float[Array, "B K P two_Hp"]]:
     """See `paged_attention.write_and_attend`: its decode, in one kernel. A token's slot follows from its table."""
-    shape = _shape(q, pool, block_tables)
+    shape = shape_of(q, pool, block_tables)
     tiles = tpu_tiles.decode_tiles(shape, chip)
     options = {"scale": scale, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
     new, live_lens = join_rows(k, v, pool), _live(context_lens, num_seqs)
@@ -77,8 +77,11 @@ def write_and_attend_decode(
     return _unpad_heads(out, q, pool, shape), pool
 
 
-def _shape(q, pool, block_tables) -> tpu_tiles.Shape:
-    """Of q [T, N, H], pool [B, K, P, 2Hp], block_tables [S, M]; raises ValueError for what the kernels cannot take."""
+def shape_of(q, pool, block_tables) -> tpu_tiles.Shape:
+    """What a call is specialised for, of q [T, N, H], pool [B, K, P, 2Hp] and block_tables [S, M], or their shapes.
+
+    Raises ValueError for what the kernels are not made for.
+    """
     T, N, H = q.shape
     _, K, P, two_hp = pool.shape
     S, M = block_tables.shape

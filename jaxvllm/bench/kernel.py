@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxvllm.bench.schedule import Case, Region, read_schedule
 from jaxvllm.chips import find_chip, lower_for
-from jaxvllm.kernels import kv_cache, paged_attention, tpu_tiles
+from jaxvllm.kernels import kv_cache, paged_attention, paged_attention_tpu, tpu_tiles
 from jaxvllm.kernels.paged_attention import AttentionBatch
 
 WORKLOADS = {"nano": (256, 100, 1024), "long": (16, 32768, 32768)}  # sequences, shortest, longest
@@ -34,20 +34,10 @@ def context_lens(workload: str, seed: int = 0) -> list[int]:
 
 def shape_of(case: Case) -> tpu_tiles.Shape:
     """Returns the shape that the kernel is specialised for."""
-    itemsize = jnp.dtype(case.dtype).itemsize
-    row_width = kv_cache.pool_shape(1, case.num_kv_heads, case.block_size, case.head_dim, "tpu")[3]
-    group = tpu_tiles.padded_group(case.num_heads // case.num_kv_heads, case.num_kv_heads, case.dtype)
-    return tpu_tiles.Shape(
-        num_tokens=case.num_tokens,
-        num_seqs=case.num_seqs,
-        num_kv_heads=case.num_kv_heads,
-        group=group,
-        lanes=max(row_width // 2, tpu_tiles.LANES),
-        row_width=row_width,
-        block_size=case.block_size,
-        blocks_per_seq=-(-case.max_context // case.block_size),
-        itemsize=itemsize,
-    )
+    pool = kv_cache.pool_shape(1, case.num_kv_heads, case.block_size, case.head_dim, "tpu")
+    q = _array(case.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype)
+    tables = _array(case.num_seqs, -(-case.max_context // case.block_size))
+    return paged_attention_tpu.shape_of(q, _array(*pool, dtype=case.dtype), tables)
 
 
 def _array(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
