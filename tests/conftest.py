@@ -33,3 +33,12 @@ def tiny_llama_path(tmp_path_factory):
     from tiny_models import tiny_llama  # here: the tests of the metadata layer do not import jax
 
     return tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
+
+
+@pytest.fixture
+def tpu_interpreter(monkeypatch):
+    """Runs the TPU's kernels in interpret mode, and knows the chips "tiny" and "tiny_two_cores"."""
+    from tpu_cases import interpreted
+
+    with interpreted(monkeypatch):
+        yield

@@ -1,68 +1,21 @@
 """The TPU's kernels in interpret mode: races detected, memory that nothing wrote full of NaN."""
 
-import functools
 import importlib
-import inspect
 import logging
-import types
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Form, cases, check, check_decode_step, check_write, make_case
+from attention_cases import cases, check, check_decode_step, check_write, make_case
 from hypothesis import Phase, given, settings
 from jax.experimental.pallas import tpu as pltpu
+from tpu_cases import FAST, FORM, FORMS, compiled, compiled_step, each_form, each_phase, planted
 
 from jaxvllm.kernels import paged_attention, paged_attention_tpu, tpu_cache_write, tpu_tiles
 from jaxvllm.kernels.paged_attention import AttentionForm, resolve_backend
 
-# Tiles so small that some dozen tokens take several chunks, sub-chunks, tiles and pieces.
-TINY = tpu_tiles.ChipRule(
-    decode_units=4,
-    decode_chunk=64,
-    decode_sub_chunk=32,
-    prefill_rows=128,
-    prefill_chunk=64,
-    prefill_sub_chunk=32,
-    prefill_heads_at_once=2,
-    sums_in_product=True,
-)
-FORM = Form(num_heads=8, num_kv_heads=2, head_dim=128, block_size=16, max_tokens=72, max_seqs=5, max_blocks=8)
-FORMS = {
-    "float32": FORM,
-    "bfloat16_one_kv_head": replace(FORM, dtype="bfloat16", num_kv_heads=1, max_seqs=6),
-    "window_head_64": replace(FORM, head_dim=64, sliding_window=20),
-    "capped_head_80": replace(FORM, head_dim=80, num_heads=9, num_kv_heads=3, logits_soft_cap=3.0),
-    "block_32_no_groups": replace(FORM, dtype="bfloat16", num_kv_heads=8, block_size=32, max_blocks=5, head_dim=96),
-    "head_256_groups_of_16": replace(FORM, dtype="bfloat16", num_heads=16, num_kv_heads=1, head_dim=256),
-    "block_128_window": replace(FORM, block_size=128, max_blocks=3, sliding_window=100),
-    "head_64_bfloat16": replace(FORM, dtype="bfloat16", head_dim=64, block_size=64, max_blocks=4),
-}
-FAST = ("float32",)
-each_phase = pytest.mark.parametrize("decode_only", [False, True], ids=["ragged", "decode"])
-
-
-def each_form(names):
-    """Parametrizes with FORMS; what is not in `names` is slow."""
-    marks = {name: () if name in names else pytest.mark.slow for name in FORMS}
-    return pytest.mark.parametrize("form", [pytest.param(FORMS[n], id=n, marks=marks[n]) for n in FORMS])
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setitem(tpu_tiles.CHIPS, "tiny", TINY)
-    monkeypatch.setitem(tpu_tiles.CHIPS, "tiny_two_cores", replace(TINY, cores=2, sums_in_product=False))
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)):
-        yield
-
-
-def compiled(body=paged_attention_tpu.attend, chip: str | None = "tiny"):
-    static = ("scale", "sliding_window", "logits_soft_cap", "decode_only")
-    return jax.jit(functools.partial(body, chip=chip), static_argnames=static)
-
-
+pytestmark = pytest.mark.usefixtures("tpu_interpreter")
 _attend = compiled()
 
 
@@ -87,49 +40,6 @@ def test_random_batches_agree_with_the_oracle(form, decode_only):
 @each_form(FORMS)
 def test_two_hundred_random_batches_agree_with_the_oracle(form, decode_only):
     _random(form, decode_only, 14, _attend)  # times 16
-
-
-def _random_steps(form, max_examples, step):
-    @settings(max_examples=max_examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
-    @given(case=cases(form, backend="tpu", decode_only=True))
-    def run(case):
-        check_decode_step("tpu", case, step)
-
-    run()
-
-
-def compiled_step(chip: str | None = "tiny"):
-    static = ("scale", "sliding_window", "logits_soft_cap", "decode_only")
-    backend = "tpu" if chip is None else f"tpu:{chip}"
-    return jax.jit(functools.partial(paged_attention.write_and_attend, backend=backend), static_argnames=static)
-
-
-@each_form(FAST)
-def test_a_decode_step_writes_its_tokens_and_sees_them(form):
-    _random_steps(form, 2, compiled_step())
-
-
-@pytest.mark.slow
-@each_form(FORMS)
-def test_random_decode_steps_write_their_tokens_and_see_them(form):
-    _random_steps(form, 8, compiled_step())
-
-
-@pytest.mark.slow
-def test_two_cores_write_their_own_heads_at_once():
-    both = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=2)
-    with pltpu.force_tpu_interpret_mode(both):
-        _random_steps(replace(FORM, num_heads=16, num_kv_heads=2), 4, compiled_step("tiny_two_cores"))
-
-
-@pytest.mark.slow
-def test_new_tokens_at_every_place_of_a_block_and_of_a_chunk():
-    form = replace(FORM, dtype="bfloat16", max_blocks=9)
-    step = compiled_step()
-    for first in (1, 30, 60, 125):
-        for start in range(first, first + 20, 5):
-            lens = list(range(start, start + 5))
-            check_decode_step("tpu", make_case(form, lens, [1] * 5, backend="tpu", decode_only=True), step)
 
 
 @pytest.mark.slow
@@ -299,17 +209,6 @@ FAULTS = {
 }
 
 
-def planted(module: types.ModuleType, changes: dict[str, str]) -> types.ModuleType:
-    """Returns a copy of the module with its text changed; some change must apply."""
-    text = inspect.getsource(module)
-    faulty = functools.reduce(lambda text, change: text.replace(*change), changes.items(), text)
-    assert faulty != text, "the kernel's text has moved on: plant the fault anew"
-    copy = types.ModuleType(module.__name__)
-    copy.__file__ = module.__file__
-    exec(compile(faulty, f"<{module.__name__} with a fault>", "exec"), copy.__dict__)
-    return copy
-
-
 @pytest.mark.slow
 @each_phase
 @pytest.mark.parametrize("fault", FAULTS)
@@ -322,29 +221,4 @@ def test_a_planted_fault_shows(monkeypatch, fault, decode_only):
     case = make_case(FORM, lens, news, backend="tpu", decode_only=decode_only)
     with pytest.raises(Exception, match=r"off by|no token may see|RACE DETECTED|not zero"):
         check("tpu", case, compiled())
-    pltpu.reset_tpu_interpret_mode_state()
-
-
-STEP_FAULTS = {
-    "a tile is sent back from where the next chunk comes": {
-        "copy(copy, home": "copy(kv_buf.at[slot, w * (C // P) + block, :, tile], home",
-    },
-    "a tile is overwritten while it is on its way": {
-        "            _wait_sent(back, slot, sent_before)\n            sent, ": "            sent, "
-    },
-    "the last tiles are not waited for": {"            _wait_sent(back, 1 - slot, sent)\n": ""},
-    "a new token beside its place": {"== (place & (tile_rows - 1))": "== (place & (tile_rows - 1)) + 1"},
-    "a new token is sent back and not seen": {"block[h, tile] = copy[h]": "copy[h]"},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", STEP_FAULTS)
-def test_a_fault_planted_in_the_write_shows(monkeypatch, fault):
-    faulty = planted(importlib.import_module("jaxvllm.kernels.tpu_decode"), STEP_FAULTS[fault])
-    monkeypatch.setattr(paged_attention_tpu, "attend_decode", faulty.attend_decode)
-    form = replace(FORM, max_seqs=16)
-    case = make_case(form, list(range(3, 128, 8)), [1] * 16, backend="tpu", decode_only=True)
-    with pytest.raises(Exception, match=r"off by|no token may see|RACE DETECTED|not equal"):
-        check_decode_step("tpu", case, compiled_step())
     pltpu.reset_tpu_interpret_mode_state()
