@@ -1,5 +1,6 @@
 """`jaxvllm compile`: would this model run on that chip?"""
 
+import warnings
 from pathlib import Path
 
 import click
@@ -22,6 +23,8 @@ def compile_command(
     No weights are needed. Several chips share the heads and the weights.
     With JAX_COMPILATION_CACHE_DIR set, what is compiled is kept there.
     """
+    # without the chip what is kept cannot be read back, which JAX warns of, and compiles again
+    warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
     from jaxvllm.compile import compile_steps
     from jaxvllm.config import EngineConfig
 
