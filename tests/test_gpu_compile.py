@@ -9,6 +9,8 @@ from jaxvllm import gpu_chips
 from jaxvllm.bench import gpu_compile
 from jaxvllm.bench.gpu_compile import PHASES, SHAPES, Report, Shape, compile_kernels
 
+# a program for a chip that is not here goes into the compilation cache and cannot be read back: it is compiled again
+pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
 needs_compiler = pytest.mark.skipif(gpu_chips.why_no_compiler() is not None, reason=str(gpu_chips.why_no_compiler()))
 
 
