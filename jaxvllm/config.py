@@ -134,6 +134,8 @@ class EngineConfig:
                 )
 
 
+DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+
 _OF_THE_MODEL = {"model", "eos"}
 
 

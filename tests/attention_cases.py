@@ -201,13 +201,10 @@ def check(backend: str, case: Case, attend: Callable | None = None) -> jax.Array
 
 def check_write(backend: str, case: Case) -> jax.Array:
     """Asserts that the case's new tokens, written anew, land in their slots and nowhere else; returns the pool."""
-    rng = np.random.default_rng(1)
-    shape = (case.batch.slot_mapping.shape[0], case.form.num_kv_heads, case.form.head_dim)
-    k, v = (jnp.asarray(rng.normal(size=shape), case.pool.dtype) for _ in range(2))
+    k, v = _new_tokens(case)
     pool = _write(case.pool, k, v, case.batch.slot_mapping, backend=backend)
     want = _write_reference(case.pool, k, v, case.batch.slot_mapping)
-    bits = f"uint{8 * case.pool.dtype.itemsize}"  # a NaN equals itself there
-    np.testing.assert_array_equal(np.asarray(pool).view(bits), np.asarray(want).view(bits))
+    _assert_same_bits(pool, want)
     return pool
 
 
@@ -218,23 +215,33 @@ def check_decode_step(backend: str, case: Case, step: Callable | None = None) ->
     """
     if step is None:
         step = functools.partial(_write_and_attend, backend=backend)
-    rng = np.random.default_rng(1)
-    S, form = case.form.max_seqs, case.form
-    k, v = (jnp.asarray(rng.normal(size=(S, form.num_kv_heads, form.head_dim)), case.pool.dtype) for _ in range(2))
+    form = case.form
     is_padding = case.batch.slot_mapping[:, None, None] == form.num_blocks * form.block_size
-    k, v = (jnp.where(is_padding, jnp.nan, x) for x in (k, v))
+    k, v = (jnp.where(is_padding, jnp.nan, x) for x in _new_tokens(case))
     gone = jnp.full_like(k, jnp.nan)
     before = case.with_pool(_write_reference(case.pool, gone, gone, case.batch.slot_mapping))
     after = case.with_pool(_write_reference(case.pool, k, v, case.batch.slot_mapping))
     answer, pool = step(case.q, k, v, before.pool, case.batch, **form.options, decode_only=True)
-    bits = f"uint{8 * case.pool.dtype.itemsize}"  # a NaN equals itself there
-    np.testing.assert_array_equal(np.asarray(pool).view(bits), np.asarray(after.pool).view(bits))
+    _assert_same_bits(pool, after.pool)
     return check(backend, after, lambda *_, **__: answer)
 
 
-_STATIC = ("scale", "sliding_window", "logits_soft_cap", "decode_only")
-_attend = jax.jit(paged_attention.attend, static_argnames=(*_STATIC, "backend"))
-_attend_reference = jax.jit(reference.attend, static_argnames=_STATIC)
-_write_and_attend = jax.jit(paged_attention.write_and_attend, static_argnames=(*_STATIC, "backend"))
+def _new_tokens(case: Case) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values [T, K, H] for a case's tokens, the same ones each time."""
+    rng = np.random.default_rng(1)
+    shape = (case.batch.slot_mapping.shape[0], case.form.num_kv_heads, case.form.head_dim)
+    k, v = (jnp.asarray(rng.normal(size=shape), case.pool.dtype) for _ in range(2))
+    return k, v
+
+
+def _assert_same_bits(got: jax.Array, want: jax.Array):
+    bits = f"uint{8 * want.dtype.itemsize}"  # a NaN equals itself there
+    np.testing.assert_array_equal(np.asarray(got).view(bits), np.asarray(want).view(bits))
+
+
+STATIC = ("scale", "sliding_window", "logits_soft_cap", "decode_only")
+_attend = jax.jit(paged_attention.attend, static_argnames=(*STATIC, "backend"))
+_attend_reference = jax.jit(reference.attend, static_argnames=STATIC)
+_write_and_attend = jax.jit(paged_attention.write_and_attend, static_argnames=(*STATIC, "backend"))
 _write = jax.jit(paged_attention.write, static_argnames="backend")
 _write_reference = jax.jit(reference.write)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import jax
 import pytest
-from attention_cases import Form
+from attention_cases import STATIC, Form
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxvllm.kernels import paged_attention, paged_attention_tpu, tpu_tiles
@@ -56,14 +56,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def compiled(body=paged_attention_tpu.attend, chip: str | None = "tiny"):
-    static = ("scale", "sliding_window", "logits_soft_cap", "decode_only")
-    return jax.jit(functools.partial(body, chip=chip), static_argnames=static)
+    return jax.jit(functools.partial(body, chip=chip), static_argnames=STATIC)
 
 
 def compiled_step(chip: str | None = "tiny"):
-    static = ("scale", "sliding_window", "logits_soft_cap", "decode_only")
     backend = "tpu" if chip is None else f"tpu:{chip}"
-    return jax.jit(functools.partial(paged_attention.write_and_attend, backend=backend), static_argnames=static)
+    return jax.jit(functools.partial(paged_attention.write_and_attend, backend=backend), static_argnames=STATIC)
 
 
 def planted(module: types.ModuleType, changes: dict[str, str]) -> types.ModuleType:

@@ -192,6 +192,12 @@ def jax_attend(case: Case) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     return attend, [q, pages, _array(S), _array(S, M), _array(S + 1), _array(1)]
 
 
+def lower_jax_attend(case: Case) -> jax.stages.Lowered:
+    """Lowers `jax_attend` of a case for its chip."""
+    attend, arguments = jax_attend(case)
+    return lower_for(case.chip, attend, *arguments)
+
+
 def prefill_cycles(regions: list[Region], case: Case) -> dict[str, float]:
     """Returns a core's cycles of a whole prompt by the schedule, and those of a head's fold inside and at an edge.
 

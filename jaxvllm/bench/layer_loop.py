@@ -90,13 +90,13 @@ def make(form: str, config: ModelConfig, step: str, backend: str) -> tuple[Calla
 def fill(arguments: tuple[Any, ...], step: str) -> tuple[Any, ...]:
     """Returns arrays for the shapes: a batch whose sequences have _CONTEXT tokens, their new ones the last."""
     T, S = STEPS[step]
-    state, _, pools, _, shapes = arguments
+    state, _, pools, *_ = arguments
     positions = np.tile(np.arange(_CONTEXT - T // S, _CONTEXT, dtype=np.int32), S)
     tables = np.random.default_rng(0).permutation(S * _CONTEXT // _BLOCK_SIZE).astype(np.int32).reshape(S, -1)
     sequence = np.repeat(np.arange(S), T // S)
     slots = tables[sequence, positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE
     lens, cu = np.full(S, _CONTEXT, np.int32), np.arange(S + 1, dtype=np.int32) * (T // S)
-    batch = type(shapes)(*map(jnp.asarray, (slots, tables, lens, cu, np.array([S], np.int32))))
+    batch = AttentionBatch(*map(jnp.asarray, (slots, tables, lens, cu, np.array([S], np.int32))))
     state, pools = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), (state, pools))
     return state, jnp.ones(T, jnp.int32), pools, jnp.asarray(positions), batch
 

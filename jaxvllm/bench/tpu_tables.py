@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxvllm.bench import kernel
 from jaxvllm.bench.schedule import Case
-from jaxvllm.chips import CHIPS, lower_for, mesh_of
+from jaxvllm.chips import CHIPS, mesh_of
 
 BLOCK_SIZE = 256  # starting a copy costs the same whatever its size: large blocks suit a TPU
 
@@ -63,15 +63,13 @@ def comparison(chip: str = "v6e") -> Iterator[str]:
             chip=chip, kernel=form, num_heads=N, num_kv_heads=K, head_dim=H, block_size=64, max_context=context,
             num_seqs=seqs, num_tokens=tokens,
         )  # fmt: skip
-        for name, make, ratio in zip(
-            ("jaxvllm", "JAX"), (kernel.our_attend, kernel.jax_attend), _ratios(case, title), strict=True
-        ):
-            attend, arguments = make(case)
-            pool = (0,) if make is kernel.our_attend and form == "decode" else ()  # which it writes to
+        ours = "jaxvllm", kernel.our_attend, kernel.lower_attend
+        theirs = "JAX", kernel.jax_attend, kernel.lower_jax_attend
+        for (name, make, lower), ratio in zip((ours, theirs), _ratios(case, title), strict=True):
             begin = time.process_time()
-            lower_for(chip, attend, *arguments, donate=pool).compile()
+            lower(case).compile()
             seconds = time.process_time() - begin
-            vmem = vmem_bytes(chip, attend, arguments) / 2**20
+            vmem = vmem_bytes(chip, *make(case)) / 2**20
             yield f"| {title} | {name} | {ratio:.2f} | {vmem:.1f} MiB | {seconds:.1f} s |"
 
 

@@ -1,6 +1,5 @@
 """Options that several commands share, and the engine and sampling parameters made of them."""
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from jaxvllm.config import AttentionBackend, Dtype, EngineConfig, Quantization, read_preset
+from jaxvllm.config import DEFAULTS, AttentionBackend, Dtype, Quantization, read_preset
 from jaxvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,12 +30,9 @@ class _Buckets(click.ParamType):
             self.fail(f"{value!r} is not a list of whole numbers such as 16,64,256.", param, ctx)
 
 
-_ENGINE_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
-
-
 def _engine_option(name: str, kind: click.ParamType | type, text: str) -> Callable:
     """An option for a field of `EngineConfig`, with the field's default."""
-    return click.option(name, type=kind, help=text, default=_ENGINE_DEFAULTS[name[2:].replace("-", "_")])
+    return click.option(name, type=kind, help=text, default=DEFAULTS[name[2:].replace("-", "_")])
 
 
 def _use_preset(ctx: click.Context, _: click.Parameter, path: Path | None):

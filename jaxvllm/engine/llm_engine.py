@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 from jax import Array
 
-from jaxvllm.config import EngineConfig
+from jaxvllm.config import DEFAULTS, EngineConfig
 from jaxvllm.engine.batch import MAX_BANNED_IDS, banned_ids
 from jaxvllm.engine.compile_events import CompileCount, compile_count, enable_compilation_cache
 from jaxvllm.engine.host_times import HostTimes
@@ -20,8 +20,6 @@ from jaxvllm.models.loader import Checkpoint, load_model
 from jaxvllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
 
 
 @dataclass(slots=True)
@@ -66,7 +64,7 @@ class LLMEngine:
         enable_compilation_cache()
         model_config, model = load_model(checkpoint, config.dtype, quantization=config.quantization)
         longest = model_config.max_position_embeddings
-        if config.max_model_len > longest and config.max_model_len != _DEFAULTS["max_model_len"]:
+        if config.max_model_len > longest and config.max_model_len != DEFAULTS["max_model_len"]:
             logger.warning("max_model_len=%d is cut to the model's %d.", config.max_model_len, longest)
         config = dataclasses.replace(
             config,
