@@ -27,7 +27,7 @@ from jaxvllm.kernels import kv_cache
 
 _BODIES: dict[str, str] = {
     "xla": "jaxvllm.kernels.paged_attention_xla",
-    "tpu": "jaxvllm.kernels.paged_attention_tpu",
+    "tpu": "jaxvllm.kernels.tpu.backend",
     "gpu": "jaxvllm.kernels.paged_attention_gpu",
 }
 _BACKEND_OF_PLATFORM = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}

@@ -12,8 +12,11 @@ from hypothesis import Phase, given, settings
 from jax.experimental.pallas import tpu as pltpu
 from tpu_cases import FAST, FORM, FORMS, compiled, compiled_step, each_form, each_phase, planted
 
-from jaxvllm.kernels import paged_attention, paged_attention_tpu, tpu_cache_write, tpu_tiles
+from jaxvllm.kernels import paged_attention
 from jaxvllm.kernels.paged_attention import AttentionForm, resolve_backend
+from jaxvllm.kernels.tpu import backend as paged_attention_tpu
+from jaxvllm.kernels.tpu import cache_write as tpu_cache_write
+from jaxvllm.kernels.tpu import tiles as tpu_tiles
 
 pytestmark = pytest.mark.usefixtures("tpu_interpreter")
 _attend = compiled()

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from jax.experimental.pallas import tpu as pltpu
 from tpu_cases import FAST, FORM, FORMS, compiled_step, each_form, planted
 
-from jaxvllm.kernels import paged_attention_tpu
+from jaxvllm.kernels.tpu import backend as paged_attention_tpu
 
 pytestmark = pytest.mark.usefixtures("tpu_interpreter")
 
@@ -68,7 +68,7 @@ STEP_FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", STEP_FAULTS)
 def test_a_fault_planted_in_the_write_shows(monkeypatch, fault):
-    faulty = planted(importlib.import_module("jaxvllm.kernels.tpu_decode"), STEP_FAULTS[fault])
+    faulty = planted(importlib.import_module("jaxvllm.kernels.tpu.decode"), STEP_FAULTS[fault])
     monkeypatch.setattr(paged_attention_tpu, "attend_decode", faulty.attend_decode)
     form = replace(FORM, max_seqs=16)
     case = make_case(form, list(range(3, 128, 8)), [1] * 16, backend="tpu", decode_only=True)

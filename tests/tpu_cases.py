@@ -12,7 +12,9 @@ import pytest
 from attention_cases import STATIC, Form
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxvllm.kernels import paged_attention, paged_attention_tpu, tpu_tiles
+from jaxvllm.kernels import paged_attention
+from jaxvllm.kernels.tpu import backend as paged_attention_tpu
+from jaxvllm.kernels.tpu import tiles as tpu_tiles
 
 # Tiles so small that some dozen tokens take several chunks, sub-chunks, tiles and pieces.
 TINY = tpu_tiles.ChipRule(

@@ -17,8 +17,10 @@ import numpy as np
 
 from jaxvllm.bench.schedule import Case, Region, read_schedule
 from jaxvllm.chips import find_chip, lower_for
-from jaxvllm.kernels import kv_cache, paged_attention, paged_attention_tpu, tpu_tiles
+from jaxvllm.kernels import kv_cache, paged_attention
 from jaxvllm.kernels.paged_attention import AttentionBatch
+from jaxvllm.kernels.tpu import backend as paged_attention_tpu
+from jaxvllm.kernels.tpu import tiles as tpu_tiles
 
 WORKLOADS = {"nano": (256, 100, 1024), "long": (16, 32768, 32768)}  # sequences, shortest, longest
 HEADS = {"Qwen3-0.6B": (16, 8, 128), "Qwen3-8B": (32, 8, 128), "Qwen3-8B/4": (8, 2, 128), "Qwen3-8B/8": (4, 1, 128)}

@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
-from jaxvllm.kernels import tpu_arithmetic as tpu
-from jaxvllm.kernels.tpu_tiles import DecodeTiles
+from jaxvllm.kernels.tpu import arithmetic as tpu
+from jaxvllm.kernels.tpu.tiles import DecodeTiles
 
 
 def _decode_kernel(

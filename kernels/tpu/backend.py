@@ -8,11 +8,11 @@ The kernels know nothing of the devices there are: `chip` is the kind to choose 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxvllm.kernels import tpu_tiles
 from jaxvllm.kernels.paged_attention import AttentionForm
-from jaxvllm.kernels.tpu_cache_write import join_rows, write
-from jaxvllm.kernels.tpu_decode import attend_decode
-from jaxvllm.kernels.tpu_ragged import attend_ragged
+from jaxvllm.kernels.tpu import tiles as tpu_tiles
+from jaxvllm.kernels.tpu.cache_write import join_rows, write
+from jaxvllm.kernels.tpu.decode import attend_decode
+from jaxvllm.kernels.tpu.ragged import attend_ragged
 
 __all__ = ["attend", "chip_of", "shape_of", "why_unsupported", "write", "write_and_attend_decode"]
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int32
 
-from jaxvllm.kernels import tpu_arithmetic as tpu
+from jaxvllm.kernels.tpu import arithmetic as tpu
 
 _IN_FLIGHT = 8  # tiles: four on their way here, four on their way back
 
