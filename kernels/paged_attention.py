@@ -28,7 +28,7 @@ from jaxvllm.kernels import kv_cache
 _BODIES: dict[str, str] = {
     "xla": "jaxvllm.kernels.paged_attention_xla",
     "tpu": "jaxvllm.kernels.tpu.backend",
-    "gpu": "jaxvllm.kernels.paged_attention_gpu",
+    "gpu": "jaxvllm.kernels.gpu.backend",
 }
 _BACKEND_OF_PLATFORM = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
 CHIP_AXIS = "chip"  # of a mesh

@@ -7,7 +7,7 @@ import jax
 from attention_cases import Form
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxvllm.kernels import paged_attention_gpu
+from jaxvllm.kernels.gpu import backend as paged_attention_gpu
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 

@@ -11,9 +11,14 @@ from gpu_cases import FORMS, attend, attend_without_cache
 from hypothesis import HealthCheck, given, settings
 
 from jaxvllm.bench.gpu_compile import SHAPES
-from jaxvllm.kernels import gpu_common, gpu_decode, gpu_decode_plan, gpu_prefill_tile, kv_cache, paged_attention_gpu
+from jaxvllm.kernels import kv_cache
+from jaxvllm.kernels.gpu import backend as paged_attention_gpu
+from jaxvllm.kernels.gpu import common as gpu_common
+from jaxvllm.kernels.gpu import decode as gpu_decode
+from jaxvllm.kernels.gpu import decode_plan as gpu_decode_plan
+from jaxvllm.kernels.gpu import prefill_tile as gpu_prefill_tile
+from jaxvllm.kernels.gpu.backend import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GROUP
 from jaxvllm.kernels.paged_attention import AttentionForm, resolve_backend
-from jaxvllm.kernels.paged_attention_gpu import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GROUP
 
 # the interpreter multiplies poison that the kernel masks afterwards
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")

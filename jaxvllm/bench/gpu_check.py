@@ -128,7 +128,8 @@ def _attend(device: Any, interpreted: bool) -> Callable[..., Any]:
     """Returns our kernels' `attend`, interpreted or for the device; where it cannot take them, a call says why."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from jaxvllm.kernels import paged_attention, paged_attention_gpu
+    from jaxvllm.kernels import paged_attention
+    from jaxvllm.kernels.gpu import backend as paged_attention_gpu
 
     if not interpreted:
         form = paged_attention.AttentionForm(16, 8, 128, 16, "bfloat16", device.compute_capability)

@@ -169,7 +169,9 @@ def _compile_here(chip: str, shape: Shape, phase: str) -> float:
     import jax.numpy as jnp
 
     from jaxvllm.gpu_chips import lower_for
-    from jaxvllm.kernels import gpu_decode, gpu_prefill, kv_cache
+    from jaxvllm.kernels import kv_cache
+    from jaxvllm.kernels.gpu import decode as gpu_decode
+    from jaxvllm.kernels.gpu import prefill as gpu_prefill
 
     S, M, T = 64, -(-4096 // shape.block_size), 1024
     dtype = jnp.dtype(shape.dtype)

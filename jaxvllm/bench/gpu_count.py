@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvllm.bench.gpu_workloads import Workload
-from jaxvllm.kernels import gpu_decode_plan, gpu_prefill_plan
-from jaxvllm.kernels.gpu_common import HOPPER
+from jaxvllm.kernels.gpu import decode_plan as gpu_decode_plan
+from jaxvllm.kernels.gpu import prefill_plan as gpu_prefill_plan
+from jaxvllm.kernels.gpu.common import HOPPER
 
 _TILE = 64  # of decode
 _FLOAT32 = 4  # bytes

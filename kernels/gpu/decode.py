@@ -25,11 +25,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxvllm.kernels import gpu_common as gpu
-from jaxvllm.kernels import gpu_ring
-from jaxvllm.kernels.gpu_common import MASKED, NO_MAXIMUM, WGMMA
-from jaxvllm.kernels.gpu_decode_combine import combine
-from jaxvllm.kernels.gpu_decode_plan import DecodeConfig, choose_ring, first_visible, make_plan, workers_that_fit
+from jaxvllm.kernels.gpu import common as gpu
+from jaxvllm.kernels.gpu import ring as gpu_ring
+from jaxvllm.kernels.gpu.common import MASKED, NO_MAXIMUM, WGMMA
+from jaxvllm.kernels.gpu.decode_combine import combine
+from jaxvllm.kernels.gpu.decode_plan import DecodeConfig, choose_ring, first_visible, make_plan, workers_that_fit
 
 
 class _Refs(NamedTuple):

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxvllm.kernels import gpu_decode, gpu_prefill, kv_cache
+from jaxvllm.kernels import kv_cache
+from jaxvllm.kernels.gpu import decode as gpu_decode
+from jaxvllm.kernels.gpu import prefill as gpu_prefill
 from jaxvllm.kernels.paged_attention import AttentionForm
 
 write = kv_cache.write

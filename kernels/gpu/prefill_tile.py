@@ -5,9 +5,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxvllm.kernels import gpu_common as gpu
-from jaxvllm.kernels.gpu_common import MASKED, WGMMA
-from jaxvllm.kernels.gpu_prefill_plan import COMPUTE_GROUPS, PrefillConfig, Segment
+from jaxvllm.kernels.gpu import common as gpu
+from jaxvllm.kernels.gpu.common import MASKED, WGMMA
+from jaxvllm.kernels.gpu.prefill_plan import COMPUTE_GROUPS, PrefillConfig, Segment
 
 
 def attend_tile(state, smem, cleared, t, first_token, segment: Segment, config: PrefillConfig):

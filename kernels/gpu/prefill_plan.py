@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int32
 
-from jaxvllm.kernels.gpu_ring import Ring
+from jaxvllm.kernels.gpu.ring import Ring
 
 ROWS = 64  # of one compute warpgroup: wgmma's M
 COMPUTE_GROUPS = 2

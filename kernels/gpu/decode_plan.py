@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int32
 
-from jaxvllm.kernels.gpu_common import GpuChip
-from jaxvllm.kernels.gpu_ring import Ring
+from jaxvllm.kernels.gpu.common import GpuChip
+from jaxvllm.kernels.gpu.ring import Ring
 
 _RING_BYTES = (98_304, 196_608)  # so that two workers fit a multiprocessor, or else one
 _SLOTS = (3, 4)  # at least, at most

@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
-from jaxvllm.kernels import gpu_common as gpu
-from jaxvllm.kernels.gpu_common import MASKED, NO_MAXIMUM, WGMMA
-from jaxvllm.kernels.gpu_decode_plan import DecodePlan
+from jaxvllm.kernels.gpu import common as gpu
+from jaxvllm.kernels.gpu.common import MASKED, NO_MAXIMUM, WGMMA
+from jaxvllm.kernels.gpu.decode_plan import DecodePlan
 
 _UNROLL = 4  # parts loaded together: their latencies overlap
 

@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from jaxvllm.kernels import gpu_common as gpu
-from jaxvllm.kernels import gpu_ring
-from jaxvllm.kernels.gpu_common import NO_MAXIMUM, WGMMA
-from jaxvllm.kernels.gpu_prefill_plan import (
+from jaxvllm.kernels.gpu import common as gpu
+from jaxvllm.kernels.gpu import ring as gpu_ring
+from jaxvllm.kernels.gpu.common import NO_MAXIMUM, WGMMA
+from jaxvllm.kernels.gpu.prefill_plan import (
     COMPUTE_GROUPS,
     ROWS,
     PrefillConfig,
@@ -30,7 +30,7 @@ from jaxvllm.kernels.gpu_prefill_plan import (
     query_tokens,
     segment_of,
 )
-from jaxvllm.kernels.gpu_prefill_tile import attend_tile
+from jaxvllm.kernels.gpu.prefill_tile import attend_tile
 
 _PRODUCER = COMPUTE_GROUPS  # the index of the warpgroup that copies
 _COMPUTE_REGISTERS, _PRODUCER_REGISTERS = 240, 24  # per thread: all in all, the register file
