@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int32
 from jaxvllm.kernels import kv_cache
 
 _BODIES: dict[str, str] = {
-    "xla": "jaxvllm.kernels.paged_attention_xla",
+    "xla": "jaxvllm.kernels.xla",
     "tpu": "jaxvllm.kernels.tpu.backend",
     "gpu": "jaxvllm.kernels.gpu.backend",
 }

@@ -8,7 +8,8 @@ import pytest
 from attention_cases import FORMS, Form, cases, check, check_decode_step, check_write, make_case
 from hypothesis import given, settings
 
-from jaxvllm.kernels import paged_attention, paged_attention_xla
+from jaxvllm.kernels import paged_attention
+from jaxvllm.kernels import xla as paged_attention_xla
 
 BACKENDS = {"xla": 16}  # backend: random batches per form, ragged and again decode
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

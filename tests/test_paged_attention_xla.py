@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from attention_cases import FORMS, Form, check, make_case
 
-from jaxvllm.kernels import paged_attention, paged_attention_xla
+from jaxvllm.kernels import paged_attention
+from jaxvllm.kernels import xla as paged_attention_xla
 
 attend_untraced = inspect.unwrap(paged_attention_xla.attend)
 
