@@ -24,8 +24,8 @@ from jaxvllm.info import CACHE_SHARE
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import CHIP_AXIS, AttentionForm, resolve_backend
 from jaxvllm.models import registry
+from jaxvllm.models.checkpoint.loader import read_config
 from jaxvllm.models.config import ModelConfig
-from jaxvllm.models.loader import read_config
 
 # Which axis of a weight [out, in] several chips share: heads, feed-forward numbers and the vocabulary.
 _SHARED_AXIS = {"q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "embed": 0, "head": 0, "o": 1, "down": 1}

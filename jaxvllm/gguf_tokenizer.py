@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from jaxvllm.models.checkpoint.gguf import GGUFFile
 from jaxvllm.models.config import import_transformers
-from jaxvllm.models.gguf import GGUFFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -12,8 +12,8 @@ from jaxvllm.chips import CHIPS as TPUS
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import AttentionForm, resolve_backend
 from jaxvllm.models import registry
+from jaxvllm.models.checkpoint.loader import quantizable
 from jaxvllm.models.config import ModelConfig
-from jaxvllm.models.loader import quantizable
 
 # Of a chip's memory for weights and cache; the rest is for the runtime and for a step's temporaries. An engine on the
 # chip measures them instead.

@@ -12,7 +12,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.engine.llm_engine import EngineStats, LLMEngine
 from jaxvllm.engine.sequence import Sequence as EngineSequence
 from jaxvllm.models import registry
-from jaxvllm.models.loader import open_checkpoint, resolve_path
+from jaxvllm.models.checkpoint.loader import open_checkpoint, resolve_path
 from jaxvllm.outputs import RequestOutput
 from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import Detokenizer, load_tokenizer

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxvllm.gguf_tokenizer import load_gguf_tokenizer
+from jaxvllm.models.checkpoint.gguf import GGUFFile
+from jaxvllm.models.checkpoint.loader import Checkpoint, open_checkpoint
 from jaxvllm.models.config import import_transformers
-from jaxvllm.models.gguf import GGUFFile
-from jaxvllm.models.loader import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxvllm.models.float8 import read_float8
+from jaxvllm.models.checkpoint.float8 import read_float8
 from jaxvllm.models.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")

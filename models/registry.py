@@ -17,9 +17,9 @@ from jaxvllm.models import (
     qwen3_moe,
     smollm3,
 )
+from jaxvllm.models.checkpoint.weight_map import WeightMap
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.decoder import Decoder
-from jaxvllm.models.weight_map import WeightMap
 
 
 @dataclass(frozen=True, slots=True)

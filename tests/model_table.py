@@ -23,7 +23,7 @@ from tiny_models import tiny_model  # noqa: E402
 
 from jaxvllm import SamplingParams  # noqa: E402
 from jaxvllm.models import registry  # noqa: E402
-from jaxvllm.models.loader import load_model  # noqa: E402
+from jaxvllm.models.checkpoint.loader import load_model  # noqa: E402
 
 PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- table: python tests/model_table.py -->", "<!-- end of the table -->"

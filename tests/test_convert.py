@@ -12,11 +12,11 @@ from gguf_files import write_gguf as write_model
 from tiny_models import tiny_llama, tiny_qwen3
 
 from jaxvllm import SamplingParams
-from jaxvllm import convert as convert_module
 from jaxvllm.cli import main
-from jaxvllm.convert import convert
 from jaxvllm.demo import demo_model_path
-from jaxvllm.models.loader import load_model, read_config
+from jaxvllm.models.checkpoint import convert as convert_module
+from jaxvllm.models.checkpoint.convert import convert
+from jaxvllm.models.checkpoint.loader import load_model, read_config
 from jaxvllm.tokenizer import load_tokenizer
 
 TEXTS = ["", "the thing and 1984", "  two  spaces\n\n\tÀÉ 你好 👍🏽", "<|im_start|>user\nthe<|im_end|>", "we're 's"]
@@ -113,7 +113,7 @@ KILLED_LATE = """
 import sys, time
 from pathlib import Path
 from typing import Any
-import jaxvllm.convert as module
+import jaxvllm.models.checkpoint.convert as module
 from jaxvllm.models import orbax_folder
 
 def write_text_never(self, *args, **kwargs):

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_models import tiny_llama
 
-from jaxvllm.models.float8 import Float8, dequantize, read_float8
-from jaxvllm.models.loader import load_model
+from jaxvllm.models.checkpoint.float8 import Float8, dequantize, read_float8
+from jaxvllm.models.checkpoint.loader import load_model
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 LARGEST = 448.0  # of E4M3

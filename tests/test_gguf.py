@@ -8,9 +8,9 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import ARCHITECTURES, permute, write_gguf
 from tiny_models import CONFIGS, tiny_model
 
-from jaxvllm.models.gguf import GGUFFile, unpermute
-from jaxvllm.models.gguf_config import DIALECTS
-from jaxvllm.models.loader import load_model, read_config
+from jaxvllm.models.checkpoint.gguf import GGUFFile, unpermute
+from jaxvllm.models.checkpoint.gguf_config import DIALECTS
+from jaxvllm.models.checkpoint.loader import load_model, read_config
 from jaxvllm.models.rope import RopeConfig
 
 LONGROPE = {"short_factor": [1.0, 1.25, 1.5, 1.75, 2.0, 2.25], "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0]}

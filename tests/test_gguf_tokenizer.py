@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxvllm.demo import demo_model_path
-from jaxvllm.models.gguf import GGUFFile
+from jaxvllm.models.checkpoint.gguf import GGUFFile
 from jaxvllm.tokenizer import load_tokenizer
 
 # Characters that Unicode has assigned: the libraries' tables are of different years.

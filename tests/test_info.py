@@ -9,9 +9,9 @@ from gguf_files import write_gguf
 from tiny_models import tiny_llama, tiny_qwen3
 
 from jaxvllm.cli import main
-from jaxvllm.convert import convert
 from jaxvllm.info import chip_names, describe, fits
-from jaxvllm.models.loader import load_model, read_config, resolve_path
+from jaxvllm.models.checkpoint.convert import convert
+from jaxvllm.models.checkpoint.loader import load_model, read_config, resolve_path
 
 QWEN3_8B = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,

@@ -9,8 +9,8 @@ from model_steps import BLOCK_SIZE, Runner
 from tiny_models import tiny_llama, tiny_model, tiny_qwen3
 
 from jaxvllm.models import decoder
+from jaxvllm.models.checkpoint.loader import load_model
 from jaxvllm.models.layers import Embedding, RMSNorm, linear
-from jaxvllm.models.loader import load_model
 
 
 @pytest.mark.parametrize("rows", [1, 2, 64, 65])  # on both sides of the choice of form

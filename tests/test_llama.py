@@ -7,7 +7,7 @@ import pytest
 from model_steps import Runner, prefill
 from tiny_models import tiny_llama
 
-from jaxvllm.models.loader import load_model
+from jaxvllm.models.checkpoint.loader import load_model
 
 EXPECTED = json.loads((Path(__file__).parent / "data/expected_tiny.json").read_text())
 

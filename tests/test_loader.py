@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import tiny_llama, tiny_qwen3
 
 from jaxvllm.models import registry
-from jaxvllm.models.loader import load_model, resolve_path
-from jaxvllm.models.weight_map import find_sources
+from jaxvllm.models.checkpoint.loader import load_model, resolve_path
+from jaxvllm.models.checkpoint.weight_map import find_sources
 
 INDEX = "model.safetensors.index.json"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxvllm.models.loader import load_model
+from jaxvllm.models.checkpoint.loader import load_model
 
 def peak_bytes():
     # Not getrusage, whose peak begins with that of the process that started this one.

@@ -8,8 +8,8 @@ import sys
 import pytest
 from tiny_models import ABSENT, tiny_llama, tiny_model, tiny_qwen3
 
+from jaxvllm.models.checkpoint.loader import read_config
 from jaxvllm.models.config import ExpertsConfig
-from jaxvllm.models.loader import read_config
 from jaxvllm.models.rope import RopeConfig
 
 DEFAULT = RopeConfig(rope_type="default", theta=10000.0)
@@ -288,7 +288,7 @@ sys.path.insert(0, {str(tmp_path / "site")!r})
 from pathlib import Path
 from jaxvllm.models.config import import_transformers
 from jaxvllm.models.config import ExpertsConfig
-from jaxvllm.models.loader import read_config
+from jaxvllm.models.checkpoint.loader import read_config
 assert read_config(Path({str(path)!r})).model_type == "llama"
 import_transformers().AutoTokenizer.from_pretrained({str(path)!r})
 assert "torch" not in sys.modules

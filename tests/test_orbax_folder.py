@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 from tiny_models import CONFIGS, tiny_llama, tiny_model
 
-from jaxvllm.models.loader import load_model, open_checkpoint, read_config
-from jaxvllm.models.orbax_folder import OrbaxFolder, write_orbax
+from jaxvllm.models.checkpoint.loader import load_model, open_checkpoint, read_config
+from jaxvllm.models.checkpoint.orbax_folder import OrbaxFolder, write_orbax
 from jaxvllm.models.quantized import QuantizedWeight
 
 ON_EIGHT_DEVICES = """
@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxvllm.models.loader import load_model
-from jaxvllm.models.orbax_folder import write_orbax
+from jaxvllm.models.checkpoint.loader import load_model
+from jaxvllm.models.checkpoint.orbax_folder import write_orbax
 
 source, again, out = map(Path, sys.argv[1:])
 mesh = jax.make_mesh((8,), ("chips",))
@@ -170,7 +170,7 @@ def test_damaged_weights_are_named(converted, tmp_path):
     code = """
 import sys
 from pathlib import Path
-from jaxvllm.models.loader import load_model
+from jaxvllm.models.checkpoint.loader import load_model
 for folder in sys.argv[1:]:
     try:
         load_model(Path(folder))

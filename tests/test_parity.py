@@ -12,7 +12,7 @@ from tiny_models import CONFIGS, tiny_model
 from jaxvllm import SamplingParams
 from jaxvllm.demo import demo_model_path
 from jaxvllm.models import registry
-from jaxvllm.models.loader import load_model
+from jaxvllm.models.checkpoint.loader import load_model
 
 DATA = Path(__file__).parent / "data"
 TINY = json.loads((DATA / "expected_tiny.json").read_text())

@@ -14,8 +14,8 @@ from tiny_models import tiny_llama, tiny_qwen3
 
 from jaxvllm import SamplingParams
 from jaxvllm.demo import demo_model_path
+from jaxvllm.models.checkpoint.loader import load_model, open_checkpoint
 from jaxvllm.models.layers import linear
-from jaxvllm.models.loader import load_model, open_checkpoint
 from jaxvllm.models.quantized import QuantizedWeight, quantize
 
 SHAPES = [(512, 64), (700, 48), (96, 160)]  # whole tiles of output channels, a tile and a rest, no whole tile

@@ -5,7 +5,7 @@ import numpy as np
 from model_steps import Runner, prefill
 from tiny_models import tiny_qwen3
 
-from jaxvllm.models.loader import load_model
+from jaxvllm.models.checkpoint.loader import load_model
 
 EXPECTED = json.loads((Path(__file__).parent / "data/expected_tiny.json").read_text())
 

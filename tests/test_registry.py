@@ -6,8 +6,8 @@ from flax import nnx
 from tiny_models import CONFIGS, tiny_model, tiny_weights
 
 from jaxvllm.models import registry
-from jaxvllm.models.loader import read_config
-from jaxvllm.models.weight_map import find_sources
+from jaxvllm.models.checkpoint.loader import read_config
+from jaxvllm.models.checkpoint.weight_map import find_sources
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxvllm.models.weight_map import Source, find_sources
+from jaxvllm.models.checkpoint.weight_map import Source, find_sources
 
 WEIGHTS = {
     "top.weight": "top.weight",

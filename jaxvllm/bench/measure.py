@@ -18,7 +18,7 @@ from jaxvllm.engine.compile_events import compile_count
 from jaxvllm.engine.host_times import HOST_WORK, PHASES, TRANSFERS
 from jaxvllm.engine.llm_engine import LLMEngine
 from jaxvllm.engine.sequence import Sequence
-from jaxvllm.models.loader import open_checkpoint, resolve_path
+from jaxvllm.models.checkpoint.loader import open_checkpoint, resolve_path
 from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import load_tokenizer
 

@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 
 from jaxvllm.models import registry
+from jaxvllm.models.checkpoint.weight_map import find_sources
 from jaxvllm.models.config import ModelConfig, read_hf_config
-from jaxvllm.models.weight_map import find_sources
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -25,9 +25,9 @@ def info(model: str, chips: tuple[str, ...], length: int, block_size: int, dtype
     import dataclasses
 
     from jaxvllm.info import chip_names, describe, fits
-    from jaxvllm.models.hf_folder import HFFolder
-    from jaxvllm.models.loader import check_weights, open_checkpoint, resolve_path
-    from jaxvllm.models.orbax_folder import OrbaxFolder
+    from jaxvllm.models.checkpoint.hf_folder import HFFolder
+    from jaxvllm.models.checkpoint.loader import check_weights, open_checkpoint, resolve_path
+    from jaxvllm.models.checkpoint.orbax_folder import OrbaxFolder
 
     if length < 2 or block_size < 2:
         raise ValueError(f"--length={length} and --kvcache-block-size={block_size} must be at least 2.")

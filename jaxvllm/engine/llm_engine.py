@@ -16,7 +16,7 @@ from jaxvllm.engine.host_times import HostTimes
 from jaxvllm.engine.model_runner import ModelRunner
 from jaxvllm.engine.scheduler import Flight, Scheduler
 from jaxvllm.engine.sequence import Sequence
-from jaxvllm.models.loader import Checkpoint, load_model
+from jaxvllm.models.checkpoint.loader import Checkpoint, load_model
 from jaxvllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

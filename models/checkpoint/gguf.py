@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 
+from jaxvllm.models.checkpoint.gguf_config import DIALECTS, ROPE_TENSORS, ConfigReader
 from jaxvllm.models.config import ModelConfig
-from jaxvllm.models.gguf_config import DIALECTS, ROPE_TENSORS, ConfigReader
 
 _MAX_ITEMS = 2**22  # of a list in the metadata: ten times the merges of the largest vocabulary
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, stored as a vector

@@ -12,14 +12,14 @@ import numpy as np
 from flax import nnx
 
 from jaxvllm.models import registry
+from jaxvllm.models.checkpoint.gguf import GGUFFile
+from jaxvllm.models.checkpoint.hf_folder import HFFolder
+from jaxvllm.models.checkpoint.orbax_folder import OrbaxFolder, is_orbax_folder
+from jaxvllm.models.checkpoint.weight_map import Source, find_sources
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.decoder import Decoder
-from jaxvllm.models.gguf import GGUFFile
-from jaxvllm.models.hf_folder import HFFolder
 from jaxvllm.models.layers import Linear
-from jaxvllm.models.orbax_folder import OrbaxFolder, is_orbax_folder
 from jaxvllm.models.quantized import QuantizedWeight, quantize
-from jaxvllm.models.weight_map import Source, find_sources
 
 # Where weights come from: `config`, `shapes` of the stored tensors, `stored_name(hf_name)`, and `read(stored name)`,
 # which gives a host array of its own, [out, in] as Hugging Face has it, of any float dtype.

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxvllm.models.loader import load_model, open_checkpoint, resolve_path
-from jaxvllm.models.orbax_folder import write_orbax
+from jaxvllm.models.checkpoint.loader import load_model, open_checkpoint, resolve_path
+from jaxvllm.models.checkpoint.orbax_folder import write_orbax
 from jaxvllm.tokenizer import load_tokenizer
 
 

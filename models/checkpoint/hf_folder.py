@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxvllm.models import float8, registry
+from jaxvllm.models import registry
+from jaxvllm.models.checkpoint import float8
 from jaxvllm.models.config import ModelConfig, read_hf_config, read_json
 
 logger = logging.getLogger(__name__)
