@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxvllm import chips, gpu_chips
-from jaxvllm.compile import compile_steps, find_target
+from jaxvllm.aot import chips, gpu_chips
+from jaxvllm.aot.compile import compile_steps, find_target
 from jaxvllm.config import EngineConfig
 
 _TPU, _GPU = chips.why_no_compiler(), gpu_chips.why_no_compiler()
@@ -34,7 +34,7 @@ def reports(chip, path, **options):
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from jaxvllm.compile import compile_steps
+from jaxvllm.aot.compile import compile_steps
 from jaxvllm.config import EngineConfig
 path = {str(path)!r}
 for step in compile_steps({chip!r}, Path(path), EngineConfig(model=path, **{options!r})):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from jaxvllm import gpu_chips
+from jaxvllm.aot import gpu_chips
 from jaxvllm.bench import gpu_compile
 from jaxvllm.bench.gpu_compile import PHASES, SHAPES, Report, Shape, compile_kernels
 

@@ -8,8 +8,8 @@ from flax import nnx
 from gguf_files import write_gguf
 from tiny_models import tiny_llama, tiny_qwen3
 
+from jaxvllm.aot.info import chip_names, describe, fits
 from jaxvllm.cli import main
-from jaxvllm.info import chip_names, describe, fits
 from jaxvllm.models.checkpoint.convert import convert
 from jaxvllm.models.checkpoint.loader import load_model, read_config, resolve_path
 

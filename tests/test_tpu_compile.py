@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm import chips
+from jaxvllm.aot import chips
 from jaxvllm.bench import compile_matrix
 from jaxvllm.bench.kernel import lower_attend
 from jaxvllm.bench.schedule import Case

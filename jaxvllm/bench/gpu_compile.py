@@ -168,7 +168,7 @@ def _compile_here(chip: str, shape: Shape, phase: str) -> float:
     import jax
     import jax.numpy as jnp
 
-    from jaxvllm.gpu_chips import lower_for
+    from jaxvllm.aot.gpu_chips import lower_for
     from jaxvllm.kernels import kv_cache
     from jaxvllm.kernels.gpu import decode as gpu_decode
     from jaxvllm.kernels.gpu import prefill as gpu_prefill

@@ -1,7 +1,7 @@
 """What the TPU kernels cost by count: bytes, operations and cycles of a batch, and the time predicted from them.
 
 Nothing here is a measurement of a device. Bytes and trips are counted as the kernels' loops take them; cycles are the
-compiler's own schedule; bandwidth, peak and clock are published figures (`jaxvllm.chips`). The prediction is
+compiler's own schedule; bandwidth, peak and clock are published figures (`jaxvllm.aot.chips`). The prediction is
 
     seconds = max(bytes / bandwidth, cycles / clock) + first copy
 
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxvllm.aot.chips import find_chip, lower_for
 from jaxvllm.bench.schedule import Case, Region, read_schedule
-from jaxvllm.chips import find_chip, lower_for
 from jaxvllm.kernels import kv_cache, paged_attention
 from jaxvllm.kernels.paged_attention import AttentionBatch
 from jaxvllm.kernels.tpu import backend as paged_attention_tpu

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxvllm import chips
+from jaxvllm.aot import chips
 from jaxvllm.bench.random_model import RandomCheckpoint
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import AttentionBatch

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxvllm.aot.chips import CHIPS, mesh_of
 from jaxvllm.bench import kernel
 from jaxvllm.bench.schedule import Case
-from jaxvllm.chips import CHIPS, mesh_of
 
 BLOCK_SIZE = 256  # starting a copy costs the same whatever its size: large blocks suit a TPU
 

@@ -30,7 +30,7 @@ def kernel(chip: str, model: str, workload: str, block_size: int, prefill_tokens
     Bytes are those of the loops' copies, cycles the compiler's schedule, bandwidth and peak the vendor's. The time is
     max(bytes / bandwidth, cycles / clock) plus the first copy: a prediction, not a measurement.
     """
-    from jaxvllm import chips
+    from jaxvllm.aot import chips
     from jaxvllm.bench import kernel as counts
 
     for name, value, known in (("model", model, counts.HEADS), ("workload", workload, counts.WORKLOADS)):

@@ -25,7 +25,7 @@ def compile_command(
     """
     # without the chip what is kept cannot be read back, which JAX warns of, and compiles again
     warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
-    from jaxvllm.compile import compile_steps
+    from jaxvllm.aot.compile import compile_steps
     from jaxvllm.config import EngineConfig
 
     config = EngineConfig(

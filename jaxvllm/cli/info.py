@@ -7,7 +7,7 @@ import click
 from jaxvllm.config import Dtype, Quantization
 
 if TYPE_CHECKING:
-    from jaxvllm.info import ModelInfo
+    from jaxvllm.aot.info import ModelInfo
 
 
 @click.command()
@@ -24,7 +24,7 @@ def info(model: str, chips: tuple[str, ...], length: int, block_size: int, dtype
     """
     import dataclasses
 
-    from jaxvllm.info import chip_names, describe, fits
+    from jaxvllm.aot.info import chip_names, describe, fits
     from jaxvllm.models.checkpoint.hf_folder import HFFolder
     from jaxvllm.models.checkpoint.loader import check_weights, open_checkpoint, resolve_path
     from jaxvllm.models.checkpoint.orbax_folder import OrbaxFolder

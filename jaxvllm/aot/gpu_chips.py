@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxvllm.chips import lower_on
+from jaxvllm.aot.chips import lower_on
 from jaxvllm.kernels.paged_attention import CHIP_AXIS
 
 _TARGETS = Path(__file__).parent / "gpu_targets"

@@ -16,11 +16,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxvllm import chips, gpu_chips
+from jaxvllm.aot import chips, gpu_chips
+from jaxvllm.aot.info import CACHE_SHARE
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.batch import Bucket, packed_fields
 from jaxvllm.engine.model_runner import step as engine_step
-from jaxvllm.info import CACHE_SHARE
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import CHIP_AXIS, AttentionForm, resolve_backend
 from jaxvllm.models import registry

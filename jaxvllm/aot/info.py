@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxvllm import gpu_chips
-from jaxvllm.chips import CHIPS as TPUS
+from jaxvllm.aot import gpu_chips
+from jaxvllm.aot.chips import CHIPS as TPUS
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import AttentionForm, resolve_backend
 from jaxvllm.models import registry
