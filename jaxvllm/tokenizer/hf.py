@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxvllm.gguf_tokenizer import load_gguf_tokenizer
 from jaxvllm.models.checkpoint.gguf import GGUFFile
 from jaxvllm.models.checkpoint.loader import Checkpoint, open_checkpoint
 from jaxvllm.models.config import import_transformers
+from jaxvllm.tokenizer.gguf import load_gguf_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
