@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxvllm.bench import kernel
-from jaxvllm.bench.schedule import Case, Region, parse
+from tools.tpu import kernel
+from tools.tpu.schedule import Case, Region, parse
 
 CASE = Case(
     chip="v5e", kernel="decode", num_heads=32, num_kv_heads=8, head_dim=128, block_size=64, max_context=1024,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxvllm.aot import chips
-from jaxvllm.bench import compile_matrix
-from jaxvllm.bench.kernel import lower_attend
-from jaxvllm.bench.schedule import Case
 from jaxvllm.kernels import kv_cache, paged_attention
+from tools.tpu import compile_matrix
+from tools.tpu.kernel import lower_attend
+from tools.tpu.schedule import Case
 
 needs_libtpu = pytest.mark.skipif(chips.why_no_compiler() is not None, reason=str(chips.why_no_compiler()))
 # a program for a chip that is not here goes into the compilation cache and cannot be read back: it is compiled again
@@ -33,7 +33,7 @@ def test_the_kernels_compile(chip, kernel):
 @needs_libtpu
 @pytest.mark.parametrize("chip", chips.CHIPS)
 def test_a_third_of_the_forms_compile(chip):
-    """`python -m jaxvllm.bench.compile_matrix` takes them all."""
+    """`python -m tools.tpu.compile_matrix` takes them all."""
     for _, case in list(compile_matrix.cases(chip))[list(chips.CHIPS).index(chip) % 3 :: 3]:
         compile_matrix.compile_seconds(case)
 

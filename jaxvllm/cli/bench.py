@@ -31,7 +31,7 @@ def kernel(chip: str, model: str, workload: str, block_size: int, prefill_tokens
     max(bytes / bandwidth, cycles / clock) plus the first copy: a prediction, not a measurement.
     """
     from jaxvllm.aot import chips
-    from jaxvllm.bench import kernel as counts
+    from tools.tpu import kernel as counts
 
     for name, value, known in (("model", model, counts.HEADS), ("workload", workload, counts.WORKLOADS)):
         if value not in known:

@@ -1,6 +1,6 @@
 """The compiler's final schedule of a TPU kernel, read without a device: cycles per region of its code.
 
-`python -m jaxvllm.bench.schedule CASE_JSON` compiles in a process of its own, since the dump must be asked for before
+`python -m tools.tpu.schedule CASE_JSON` compiles in a process of its own, since the dump must be asked for before
 libtpu loads; `read_schedule` starts it. A bundle is what a core issues in one cycle.
 """
 
@@ -49,7 +49,7 @@ class Region:
 def read_schedule(case: Case) -> tuple[list[Region], float]:
     """Returns the kernel's regions in order, and the seconds its compilation took."""
     done = subprocess.run(
-        [sys.executable, "-m", "jaxvllm.bench.schedule", json.dumps(asdict(case))],
+        [sys.executable, "-m", "tools.tpu.schedule", json.dumps(asdict(case))],
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
@@ -77,7 +77,7 @@ def parse(bundles: str, utilization: str) -> Iterator[Region]:
 
 
 def _compile_and_parse(case: Case, folder: Path) -> tuple[list[Region], float]:
-    from jaxvllm.bench.kernel import lower_attend  # which imports this module
+    from tools.tpu.kernel import lower_attend  # which imports this module
 
     lowered = lower_attend(case)
     begin = time.perf_counter()

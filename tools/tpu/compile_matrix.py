@@ -1,12 +1,12 @@
-"""Every form of the TPU kernels through the real compiler: `python -m jaxvllm.bench.compile_matrix CHIP ...`."""
+"""Every form of the TPU kernels through the real compiler: `python -m tools.tpu.compile_matrix CHIP ...`."""
 
 import itertools
 import sys
 import time
 from collections.abc import Iterator
 
-from jaxvllm.bench.kernel import lower_attend
-from jaxvllm.bench.schedule import Case
+from tools.tpu.kernel import lower_attend
+from tools.tpu.schedule import Case
 
 HEADS = {"8:1": (64, 8), "4:1": (32, 8), "1:1": (8, 8)}
 HEAD_DIMS = (64, 128, 256)

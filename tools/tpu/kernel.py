@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvllm.aot.chips import find_chip, lower_for
-from jaxvllm.bench.schedule import Case, Region, read_schedule
 from jaxvllm.kernels import kv_cache, paged_attention
 from jaxvllm.kernels.paged_attention import AttentionBatch
 from jaxvllm.kernels.tpu import backend as paged_attention_tpu
 from jaxvllm.kernels.tpu import tiles as tpu_tiles
+from tools.tpu.schedule import Case, Region, read_schedule
 
 WORKLOADS = {"nano": (256, 100, 1024), "long": (16, 32768, 32768)}  # sequences, shortest, longest
 HEADS = {"Qwen3-0.6B": (16, 8, 128), "Qwen3-8B": (32, 8, 128), "Qwen3-8B/4": (8, 2, 128), "Qwen3-8B/8": (4, 1, 128)}

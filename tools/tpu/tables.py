@@ -1,4 +1,4 @@
-"""The tables of docs/kernels_tpu.md: `python -m jaxvllm.bench.tpu_tables [predictions | prefills | comparison] ...`.
+"""The tables of docs/kernels_tpu.md: `python -m tools.tpu.tables [predictions | prefills | comparison] ...`.
 
 Needs libtpu and no device; nothing in them is a measurement of one.
 """
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.aot.chips import CHIPS, mesh_of
-from jaxvllm.bench import kernel
-from jaxvllm.bench.schedule import Case
+from tools.tpu import kernel
+from tools.tpu.schedule import Case
 
 BLOCK_SIZE = 256  # starting a copy costs the same whatever its size: large blocks suit a TPU
 
