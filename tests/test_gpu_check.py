@@ -1,4 +1,4 @@
-"""`python -m jaxvllm.bench.gpu_check`: the whole of it dry, and that what fails is seen and leaves the rest alone."""
+"""`python -m tools.gpu.check`: the whole of it dry, and that what fails is seen and leaves the rest alone."""
 
 import argparse
 import json
@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.bench import gpu_check, gpu_numerics, gpu_timing
-from jaxvllm.bench.gpu_record import Record, read_record
-from jaxvllm.bench.gpu_workloads import Workload, make_batches
 from jaxvllm.kernels import kv_cache, paged_attention
+from tools.gpu import check as gpu_check
+from tools.gpu import numerics as gpu_numerics
+from tools.gpu import timing as gpu_timing
+from tools.gpu.record import Record, read_record
+from tools.gpu.workloads import Workload, make_batches
 
 ROOT = Path(__file__).parents[1]
 # a machine that lends a GPU may have none of these
@@ -36,7 +38,7 @@ SMALL = Workload(context_lens=(20, 7, 0), num_new=(9, 1, 0), num_heads=2, num_kv
 @pytest.mark.timeout(900)
 def test_the_dry_run_passes_every_part_with_few_packages(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
-    command = [sys.executable, "-m", "jaxvllm.bench.gpu_check", "--interpret", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "tools.gpu.check", "--interpret", "--out", str(tmp_path / "out")]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )

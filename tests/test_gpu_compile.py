@@ -6,8 +6,8 @@ import os
 import pytest
 
 from jaxvllm.aot import gpu_chips
-from jaxvllm.bench import gpu_compile
-from jaxvllm.bench.gpu_compile import PHASES, SHAPES, Report, Shape, compile_kernels
+from tools.gpu import compile as gpu_compile
+from tools.gpu.compile import PHASES, SHAPES, Report, Shape, compile_kernels
 
 # a program for a chip that is not here goes into the compilation cache and cannot be read back: it is compiled again
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")

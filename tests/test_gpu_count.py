@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jaxvllm.bench import gpu_count
-from jaxvllm.bench.gpu_workloads import Workload
+from tools.gpu import count as gpu_count
+from tools.gpu.workloads import Workload
 
 ONE = Workload(context_lens=(128,), num_heads=8, num_kv_heads=1, head_dim=64, block_size=64)
 

@@ -10,7 +10,6 @@ from attention_cases import cases, check, check_write, make_case
 from gpu_cases import FORMS, attend, attend_without_cache
 from hypothesis import HealthCheck, given, settings
 
-from jaxvllm.bench.gpu_compile import SHAPES
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.gpu import backend as paged_attention_gpu
 from jaxvllm.kernels.gpu import common as gpu_common
@@ -19,6 +18,7 @@ from jaxvllm.kernels.gpu import decode_plan as gpu_decode_plan
 from jaxvllm.kernels.gpu import prefill_tile as gpu_prefill_tile
 from jaxvllm.kernels.gpu.backend import BLOCK_SIZES, DTYPES, HEAD_DIMS, MAX_GROUP
 from jaxvllm.kernels.paged_attention import AttentionForm, resolve_backend
+from tools.gpu.compile import SHAPES
 
 # the interpreter multiplies poison that the kernel masks afterwards
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")

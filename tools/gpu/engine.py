@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvllm.bench.gpu_record import Record
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.model_runner import ModelRunner
 from jaxvllm.engine.scheduler import Flight, Scheduler
@@ -22,6 +21,7 @@ from jaxvllm.engine.sequence import Sequence
 from jaxvllm.models import registry
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.sampling_params import SamplingParams
+from tools.gpu.record import Record
 
 QWEN3_0_6B: dict[str, Any] = {
     "model_type": "qwen3",

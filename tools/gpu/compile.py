@@ -1,6 +1,6 @@
 """Compiles the GPU kernels for chips that are not here and reports what the compiler made of them.
 
-    python -m jaxvllm.bench.gpu_compile --chip h100 --chip h200 [--out DIR]
+    python -m tools.gpu.compile --chip h100 --chip h200 [--out DIR]
 
 Each kernel is compiled in a process of its own with a time limit: the compiler's search for register layouts may never
 end. A row: registers per thread, bytes spilled, shared memory per thread block, compile time, and how often the
@@ -123,7 +123,7 @@ class Report:
 def compile_kernels(chip: str, shape: Shape, phase: str, *, time_limit_s: float = _TIME_LIMIT_S) -> list[Report]:
     """Compiles one phase of one shape in a process of its own; raises RuntimeError where it fails or takes too long."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jaxvllm.bench.gpu_compile", "--chip", chip, "--phase", phase]
+        command = [sys.executable, "-m", "tools.gpu.compile", "--chip", chip, "--phase", phase]
         command += ["--one", json.dumps(asdict(shape))]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": folder}
         environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # an answer of the cache dumps nothing
@@ -211,9 +211,7 @@ def as_row(r: Report) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxvllm.bench.gpu_compile", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu.compile", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--chip", action="append", help="h100, h200, ...; may be repeated (default: both)")
     parser.add_argument("--shape", action="append", choices=SHAPES, help="may be repeated (default: all)")
     parser.add_argument("--phase", choices=PHASES, help="default: both")

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvllm.bench.gpu_record import Record
-from jaxvllm.bench.gpu_workloads import Workload, make_batches
 from jaxvllm.kernels import reference
+from tools.gpu.record import Record
+from tools.gpu.workloads import Workload, make_batches
 
 TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2}  # of the greatest answer, or of 1
 _SPARE_ROWS = 3

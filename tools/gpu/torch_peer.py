@@ -4,7 +4,7 @@ import statistics
 import time
 from typing import Any
 
-from jaxvllm.bench.gpu_workloads import Workload
+from tools.gpu.workloads import Workload
 
 
 def time_attention(workload: Workload, *, copies: int, calls: int, repeats: int) -> dict[str, Any]:

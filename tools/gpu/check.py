@@ -1,6 +1,6 @@
 """Checks and times everything on the GPU at hand, without network, in under five minutes.
 
-    python -m jaxvllm.bench.gpu_check --out DIR [--interpret] [--part NAME ...] [--seed N]
+    python -m tools.gpu.check --out DIR [--interpret] [--part NAME ...] [--seed N]
 
 Parts: the card (what its copies and matrix products reach), the kernels' numerics, decode, prefill, the engine. Each
 runs in a process of its own with a time limit, so that one that fails, hangs or crashes leaves the others alone. What
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxvllm.bench.gpu_record import Record, read_record
+from tools.gpu.record import Record, read_record
 
 PARTS = {"card": 40, "numerics": 120, "decode": 100, "prefill": 70, "engine": 130}  # and the seconds each may take
 _LIMIT_S = 290  # of all of them
@@ -36,9 +36,7 @@ _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxvllm.bench.gpu_check", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu.check", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="a folder for gpu_check.json")
     parser.add_argument("--interpret", action="store_true", help="a dry run on the CPU, tiny shapes")
     parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated (default: all)")
@@ -70,7 +68,7 @@ def _run_child(part: str, options: argparse.Namespace, limit_s: float) -> dict[s
     (options.out / f"{part}.json").unlink(missing_ok=True)
     if limit_s <= 0:
         return {"results": {}, "passed": False, "failed": [], "ended": "left out: the time was over"}
-    command = [sys.executable, "-m", "jaxvllm.bench.gpu_check", "--out", str(options.out.resolve()), "--here", part]
+    command = [sys.executable, "-m", "tools.gpu.check", "--out", str(options.out.resolve()), "--here", part]
     command += ["--seed", str(options.seed), *(["--interpret"] if options.interpret else [])]
     begin, errors = time.perf_counter(), options.out / f"{part}.log"
     try:
@@ -111,15 +109,15 @@ def _run_part(part: str, options: argparse.Namespace):
     if part == "card":
         _measure_card(record, device, tiny=tiny)
     elif part == "numerics":
-        from jaxvllm.bench import gpu_numerics
+        from tools.gpu import numerics as gpu_numerics
 
         gpu_numerics.run(record, _attend(device, tiny), seed=options.seed, tiny=tiny)
     elif part == "engine":
-        from jaxvllm.bench import gpu_engine
+        from tools.gpu import engine as gpu_engine
 
         gpu_engine.run(record, card=card, tiny=tiny)
     else:
-        from jaxvllm.bench import gpu_attention
+        from tools.gpu import attention as gpu_attention
 
         gpu_attention.run(record, _attend(device, tiny), card=card, decode=part == "decode", tiny=tiny)
 
@@ -150,7 +148,7 @@ def _refuse(reason: str) -> Callable[..., Any]:
 
 def _measure_card(record: Record, device: Any, *, tiny: bool):
     """Records what the card is and what it reaches."""
-    from jaxvllm.bench import gpu_timing
+    from tools.gpu import timing as gpu_timing
 
     def describe() -> dict[str, Any]:
         return {

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvllm.bench import gpu_torch
-from jaxvllm.bench.gpu_record import Record
-from jaxvllm.bench.gpu_timing import calls_for, time_calls
-from jaxvllm.bench.gpu_workloads import Batches, Workload, make_batches
 from jaxvllm.kernels import paged_attention
+from tools.gpu import torch_peer as gpu_torch
+from tools.gpu.record import Record
+from tools.gpu.timing import calls_for, time_calls
+from tools.gpu.workloads import Batches, Workload, make_batches
 
 _CACHE_BYTES = 4 * 50 * 2**20  # of batches that rotate: four times an H200's L2 cache
 _TRITON_TILE, _TRITON_SPLITS = 128, (1, 16)  # tokens per step of its loop, and parts of a context: 16 is its default

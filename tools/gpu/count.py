@@ -1,4 +1,4 @@
-"""Counts the bytes and operations of the GPU kernels, as their loops take them: python -m jaxvllm.bench.gpu_count.
+"""Counts the bytes and operations of the GPU kernels, as their loops take them: python -m tools.gpu.count.
 
 Nothing is run or compiled. The floor is each live key and value once, queries and answers (`Workload.num_bytes`), and
 the operations of the pairs of tokens that see each other (`Workload.flops`).
@@ -9,10 +9,10 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvllm.bench.gpu_workloads import Workload
 from jaxvllm.kernels.gpu import decode_plan as gpu_decode_plan
 from jaxvllm.kernels.gpu import prefill_plan as gpu_prefill_plan
 from jaxvllm.kernels.gpu.common import HOPPER
+from tools.gpu.workloads import Workload
 
 _TILE = 64  # of decode
 _FLOAT32 = 4  # bytes
