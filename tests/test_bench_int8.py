@@ -1,4 +1,4 @@
-from jaxvllm.bench.int8 import time_products
+from tools.cpu.int8 import time_products
 
 
 def test_every_form_is_timed():

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvllm.bench.experts import dense_mlp, time_forms
 from jaxvllm.models.config import ExpertsConfig
 from jaxvllm.models.experts import experts_mlp, ragged_mlp, tiled_mlp
+from tools.cpu.experts import dense_mlp, time_forms
 
 GROUPS = {  # rows of each of 5 experts; R is 40
     "an expert without rows": [3, 0, 20, 1, 16],

@@ -65,7 +65,7 @@ def kernel(chip: str, model: str, workload: str, block_size: int, prefill_tokens
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", show_default=True)
 def experts(token_counts: tuple[int, ...], num_experts: int, per_token: int, dtype: str, **sizes: int):
     """Time the forms of a mixture of experts on this machine's default device."""
-    from jaxvllm.bench.experts import time_forms
+    from tools.cpu.experts import time_forms
 
     if per_token > num_experts:
         raise ValueError(f"--per-token={per_token} is more than the {num_experts} experts there are (--experts).")

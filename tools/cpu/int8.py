@@ -1,6 +1,6 @@
 """Times a product with an int8 weight next to the same in bfloat16 and float32, on this machine.
 
-`python -m jaxvllm.bench.int8` prints a table for SmolLM2's and Qwen3-0.6B's feed-forward layers.
+`python -m tools.cpu.int8` prints a table for SmolLM2's and Qwen3-0.6B's feed-forward layers.
 """
 
 import statistics

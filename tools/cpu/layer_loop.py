@@ -1,4 +1,4 @@
-"""Unrolled layers against a scan over layers: `python -m jaxvllm.bench.layer_loop CONFIG [CHIP ...]`.
+"""Unrolled layers against a scan over layers: `python -m tools.cpu.layer_loop CONFIG [CHIP ...]`.
 
 What each costs to compile and, on this machine's device, to run; for a TPU that need not be here (`v6e`), to compile
 and in temporaries. CONFIG is a name of `random_model.CONFIGS` or a config.json, of layers that are all alike.
