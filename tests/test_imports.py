@@ -33,7 +33,7 @@ def within(name: str, package: str) -> bool:
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_no_module_imports_from_above(folder):
-    files = sorted((ROOT / folder).glob("*.py"))
+    files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     for file in files:
         above = {name for name in imported(file) for package in FORBIDDEN[folder] if within(name, package)}
@@ -47,6 +47,6 @@ def test_the_metadata_layer_does_not_name_jax(module):
 
 
 def test_linked_folders_are_imported_behind_jaxvllm_only():
-    for file in [*ROOT.glob("jaxvllm/**/*.py"), *ROOT.glob("kernels/*.py"), *ROOT.glob("models/*.py")]:
+    for file in [*ROOT.glob("jaxvllm/**/*.py"), *ROOT.glob("kernels/**/*.py"), *ROOT.glob("models/**/*.py")]:
         wrong = {name for name in imported(file) for package in TOP_LEVEL if within(name, package)}
         assert not wrong, f"{file} imports {wrong}"

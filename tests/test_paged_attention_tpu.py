@@ -217,7 +217,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(monkeypatch, fault, decode_only):
     name = "decode" if decode_only else "ragged"
-    module = importlib.import_module(f"jaxvllm.kernels.tpu_{name}")
+    module = importlib.import_module(f"jaxvllm.kernels.tpu.{name}")
     faulty = planted(module, FAULTS[fault])
     monkeypatch.setattr(paged_attention_tpu, f"attend_{name}", getattr(faulty, f"attend_{name}"))
     lens, news = [77, 120, 33, 5], [1] * 4 if decode_only else [30, 1, 33, 5]
