@@ -12,10 +12,10 @@ from gguf_files import write_gguf as write_model
 from tiny_models import tiny_llama, tiny_qwen3
 
 from jaxvllm import SamplingParams
+from jaxvllm import convert as convert_module
 from jaxvllm.cli import main
+from jaxvllm.convert import convert
 from jaxvllm.demo import demo_model_path
-from jaxvllm.models.checkpoint import convert as convert_module
-from jaxvllm.models.checkpoint.convert import convert
 from jaxvllm.models.checkpoint.loader import load_model, read_config
 from jaxvllm.tokenizer import load_tokenizer
 
@@ -113,8 +113,7 @@ KILLED_LATE = """
 import sys, time
 from pathlib import Path
 from typing import Any
-import jaxvllm.models.checkpoint.convert as module
-from jaxvllm.models import orbax_folder
+import jaxvllm.convert as module
 
 def write_text_never(self, *args, **kwargs):
     print("weights written", flush=True)
@@ -127,13 +126,11 @@ module.convert(sys.argv[1], Path(sys.argv[2]))
 
 def test_killed_conversion_is_no_model(tmp_path):
     source, out = tiny_llama(tmp_path / "source"), tmp_path / "out"
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED_LATE, str(source), str(out)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "weights written\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    command = [sys.executable, "-c", KILLED_LATE, str(source), str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "weights written\n"
+        os.kill(process.pid, signal.SIGKILL)
     assert not out.exists()
     [left] = [path for path in tmp_path.iterdir() if path != source]
     assert left.name.startswith("out.unfinished-")

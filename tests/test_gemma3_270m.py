@@ -4,8 +4,8 @@ import pytest
 from engines import GREEDY, make_llm
 
 from jaxvllm import SamplingParams
+from jaxvllm.convert import convert
 from jaxvllm.demo import GEMMA3, cached_path
-from jaxvllm.models.checkpoint.convert import convert
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,7 +10,7 @@ from tiny_models import tiny_llama, tiny_qwen3
 
 from jaxvllm.aot.info import chip_names, describe, fits
 from jaxvllm.cli import main
-from jaxvllm.models.checkpoint.convert import convert
+from jaxvllm.convert import convert
 from jaxvllm.models.checkpoint.loader import load_model, read_config, resolve_path
 
 QWEN3_8B = {

@@ -20,7 +20,7 @@ def convert(model: str, out: Path, dtype: str, quantization: str):
 
     OUT loads straight onto any number of devices, and appears only once it is whole.
     """
-    from jaxvllm.models.checkpoint.convert import convert as write
+    from jaxvllm.convert import convert as write
 
     write(model, out, dtype=dtype, quantization=quantization)
     click.echo(f"Wrote {out}")
