@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3 python;
 	$$python -c '$(CHECK)' 2>/dev/null && { echo $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-compilers lint clean
+.PHONY: help demo test test-compilers lint docs clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -43,8 +43,11 @@ lint: $(VENV)/installed-dev ## style, formatting and types
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
+docs: $(VENV)/installed-docs ## the documentation site, in site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) $(COMPILERS) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILERS) dist build site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # An environment that works is kept, however it was made.
@@ -60,7 +63,8 @@ $(VENV)/created:
 $(VENV)/installed-base: INSTALL := .
 $(VENV)/installed-test: INSTALL := .[test]
 $(VENV)/installed-dev: INSTALL := .[dev]
-$(VENV)/installed-base $(VENV)/installed-test $(VENV)/installed-dev: pyproject.toml | $(VENV)/created
+$(VENV)/installed-docs: INSTALL := .[docs]
+$(VENV)/installed-base $(VENV)/installed-test $(VENV)/installed-dev $(VENV)/installed-docs: pyproject.toml | $(VENV)/created
 	@echo "Installing jaxvllm$(INSTALL:.%=%) and what it needs into $(VENV); the first time takes a minute or two"
 	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '$(INSTALL)'
 	@touch $@

@@ -1,0 +1,42 @@
+"""The documentation agrees with the product. `make docs` builds the site; here only texts are compared."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def found(path: str) -> bool:
+    """Whether a dotted path names a module or something in one."""
+    parts = path.split(".")
+    for i in range(len(parts), 0, -1):
+        try:
+            owner = import_module(".".join(parts[:i]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[i:]:
+            owner = getattr(owner, name, None)
+        return owner is not None
+    return False
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    assert sorted(re.findall(r"\w+\.md", nav)) == [page.name for page in PAGES]
+
+
+def test_the_api_reference_names_what_exists():
+    paths = re.findall(r"^::: (.+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    assert paths
+    assert [path for path in paths if not found(path)] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.name)
+def test_links_lead_to_files_of_the_repository(page):
+    targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
