@@ -1,14 +1,23 @@
 """The documentation agrees with the product. `make docs` builds the site; here only texts are compared."""
 
 import re
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tools.docs import option_tables
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+@dataclass
+class Uncommented:
+    said: int = 0  # with a comment
+    silent: int = 0
 
 
 def found(path: str) -> bool:
@@ -40,3 +49,14 @@ def test_the_api_reference_names_what_exists():
 def test_links_lead_to_files_of_the_repository(page):
     targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize(("page", "cls"), option_tables.PAGES.items())
+def test_the_tables_of_options_are_up_to_date(page, cls):
+    text = (ROOT / "docs" / page).read_text()
+    assert text == option_tables.updated(text, cls), "run `python -m tools.docs.option_tables`"
+
+
+def test_a_field_without_a_comment_is_named():
+    with pytest.raises(ValueError, match="add a comment at the end of silent"):
+        option_tables.field_comments(Uncommented)
