@@ -1,6 +1,5 @@
 """The layers that architectures share. Weights are [out, in], as Hugging Face stores them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -11,16 +10,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxvllm.kernels import paged_attention
+from jaxvllm.kernels.matmul import int8_matmul, matmul
 from jaxvllm.kernels.paged_attention import AttentionBatch
 from jaxvllm.models.config import ModelConfig
-from jaxvllm.models.quantized import QuantizedWeight, quantized_product
+from jaxvllm.models.quantized import QuantizedWeight
 from jaxvllm.models.rope import Angles, rotate
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
-
-# Up to so many rows the CPU multiplies float32 two to three times faster with the weight on the left, where XLA's
-# library reads it as it lies. Not so in bfloat16: there CPUs without matrix units fall into a plain loop.
-_FEW_ROWS = 64
 
 
 def linear(
@@ -30,46 +26,12 @@ def linear(
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> Float[Array, "rows outputs"]:
-    """Every product of activations and weights: x @ weight.T + bias, summed in float32, in x's dtype by default.
-
-    float32 stays float32: the accelerators' default would round its inputs to bfloat16 or TF32.
-    """
-    product = partial(_product, out_dtype=jnp.dtype(out_dtype or x.dtype))
+    """Returns x @ weight.T + bias, summed in float32; `out_dtype` defaults to x's dtype."""
     if isinstance(weight, QuantizedWeight):
-        y = quantized_product(x, weight).astype(out_dtype or x.dtype)
-    elif x.dtype == jnp.float32 and x.shape[0] <= _FEW_ROWS:
-        y = jax.lax.platform_dependent(x, weight, cpu=partial(product, weight_first=True), default=product)
-    elif x.shape[0] == 1:
-        y = jax.lax.platform_dependent(x, weight, cpu=partial(_product_of_two_rows, product), default=product)
+        y = int8_matmul(x, weight.values, weight.scales, out_dtype=out_dtype)
     else:
-        y = product(x, weight)
+        y = matmul(x, weight, out_dtype=out_dtype)
     return y if bias is None else y + bias
-
-
-def _product(
-    x: Float[Array, "rows inputs"],
-    weight: Float[Array, "outputs inputs"],
-    *,
-    out_dtype: jnp.dtype,
-    weight_first: bool = False,
-) -> Float[Array, "rows outputs"]:
-    left, right = (weight, x) if weight_first else (x, weight)
-    y = jax.lax.dot_general(
-        left,
-        right,
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=out_dtype,
-    )
-    # Without the barrier XLA would put the operands back into one order, whichever was asked for.
-    return jax.lax.optimization_barrier(y).T if weight_first else y
-
-
-def _product_of_two_rows(
-    product: Callable, x: Float[Array, "1 inputs"], weight: Float[Array, "outputs inputs"]
-) -> Float[Array, "1 outputs"]:
-    """The product with a second row: of one XLA's CPU makes a plain loop, which turns all weights to float32 first."""
-    return product(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,6 @@ install_import_hook(
         "jaxvllm.models.experts",
         "jaxvllm.models.layers",
         "jaxvllm.models.rope",
-        "jaxvllm.models.sampler",
     ],
     "beartype.beartype",
 )

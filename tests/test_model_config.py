@@ -159,6 +159,21 @@ def test_mixtures_of_experts_are_read_as_each_architecture_spells_them(tmp_path)
     assert config.sparse_layers == (True, True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts=0"),
+        ({"num_experts_per_token": 9}, "9 experts per token of 8"),
+        ({"intermediate_size": -1}, "intermediate_size=-1"),
+        ({"shared_intermediate_size": -1}, "shared_intermediate_size=-1"),
+    ],
+)
+def test_expert_counts_that_contradict_are_refused(changes, message):
+    values = {"num_experts": 8, "num_experts_per_token": 2, "intermediate_size": 16}
+    with pytest.raises(ValueError, match=message):
+        ExpertsConfig(**values | {"shared_intermediate_size": None, "normalize_weights": True} | changes)
+
+
 def test_a_model_that_looks_ahead_is_refused(tmp_path):
     path = tiny_model(tmp_path, "gemma3_text", tokenizer=False, use_bidirectional_attention=True)
     with pytest.raises(ValueError, match="use_bidirectional_attention"):

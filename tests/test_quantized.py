@@ -2,33 +2,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import GREEDY, make_llm
 from flax import nnx
-from hlo import wide_weights
 from model_steps import prefill
 from tiny_models import tiny_llama, tiny_qwen3
 
 from jaxvllm import SamplingParams
 from jaxvllm.demo import demo_model_path
 from jaxvllm.models.checkpoint.loader import load_model, open_checkpoint
-from jaxvllm.models.layers import linear
 from jaxvllm.models.quantized import QuantizedWeight, quantize
-
-SHAPES = [(512, 64), (700, 48), (96, 160)]  # whole tiles of output channels, a tile and a rest, no whole tile
 
 
 def random_weight(shape, seed=0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(shape) * rng.uniform(0.1, 3, (shape[0], 1))).astype(np.float32)
-
-
-def quantized(weight: np.ndarray) -> QuantizedWeight:
-    values, scales = quantize(weight)
-    return QuantizedWeight(jnp.asarray(values), jnp.asarray(scales))
 
 
 def test_rounding_is_at_most_half_a_step_of_its_channel():
@@ -47,59 +36,6 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_refused():
         weight[1, 2] = bad
         with pytest.raises(ValueError, match="not finite"):
             quantize(weight)
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 64, 65, 300])  # on both sides of where the CPU changes its form
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_product_is_that_of_the_rounded_weight(num_rows, shape, dtype):
-    weight = quantized(random_weight(shape))
-    x = np.random.default_rng(1).standard_normal((num_rows, shape[1])).astype(np.float32)
-    x[:, 3] *= 50  # an outlier, as models have them, coarsens nothing else
-    x = jnp.asarray(x, dtype)
-    rounded = np.asarray(weight.values, np.float64) * np.asarray(weight.scales, np.float64)[:, None]
-    expected = np.asarray(x, np.float64) @ rounded.T
-    got = np.asarray(linear(x, weight, out_dtype=jnp.float32), np.float64)
-    # what a row's largest value rounded to 16 bits can make of the sum, in float32
-    bound = np.abs(np.asarray(x, np.float64)).max(axis=1, keepdims=True) / 2**16 * np.abs(rounded).sum(axis=1) * 1.01
-    assert (np.abs(got - expected) <= bound + 1e-5).all()
-    assert linear(x, weight).dtype == jnp.dtype(dtype)
-
-
-def test_row_of_zeros_is_zero_and_rows_do_not_meet():
-    weight = quantized(random_weight((64, 32)))
-    x = jnp.asarray(random_weight((4, 32))).at[1].set(0).at[2].set(jnp.nan)
-    y = np.asarray(linear(x, weight))
-    assert not y[1].any()
-    assert np.isnan(y[2]).all()
-    np.testing.assert_array_equal(y[[0, 3]], np.asarray(linear(x.at[2].set(1e6), weight))[[0, 3]])
-
-
-def test_bias_is_added():
-    weight, bias = quantized(random_weight((64, 32))), jnp.arange(64, dtype=jnp.float32)
-    x = jnp.ones((2, 32))
-    np.testing.assert_allclose(linear(x, weight, bias), linear(x, weight) + bias, rtol=1e-6)
-
-
-@pytest.mark.parametrize("num_rows", [2, 64, 256])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_dequantised_copy_of_the_weight_is_made(num_rows, dtype):
-    """XLA's own conversion on the CPU is one, which shows that the search finds it."""
-    F, D = 4096, 512
-    x = jax.ShapeDtypeStruct((num_rows, D), jnp.dtype(dtype))
-    weight = QuantizedWeight(
-        jax.ShapeDtypeStruct((F, D), jnp.int8),  # pyright: ignore[reportArgumentType]
-        jax.ShapeDtypeStruct((F,), jnp.float32),  # pyright: ignore[reportArgumentType]
-    )
-    compiled = jax.jit(linear).lower(x, weight).compile()
-    assert wide_weights(compiled, (F, D)) == []
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    tile_bytes = 0 if num_rows <= 64 else 512 * D * 4
-    assert memory.temp_size_in_bytes <= tile_bytes + 4 * num_rows * (F + D) * 4  # and the rows that go in and come out
-
-    naive = jax.jit(lambda x, w: linear(x, w.values.astype(x.dtype))).lower(x, weight).compile()
-    assert wide_weights(naive, (F, D)) != []
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3])

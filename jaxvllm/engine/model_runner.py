@@ -27,8 +27,8 @@ from jaxvllm.engine.host_times import HostTimes
 from jaxvllm.engine.sequence import Sequence
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import AttentionBatch, AttentionForm, resolve_backend
+from jaxvllm.kernels.sampling import SamplingBatch, sample
 from jaxvllm.models.config import ModelConfig
-from jaxvllm.models.sampler import SamplingBatch, sample
 
 # More rows than this gain nothing in a CPU's products, and their activations leave its caches: longer prefills run in
 # pieces, with less padding and fewer programs to compile.

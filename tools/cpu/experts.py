@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jaxvllm.models.experts import ragged_mlp, tiled_mlp
-from jaxvllm.models.layers import ACTIVATIONS
+from jaxvllm.kernels.grouped_matmul import Activation, ragged_mlp, tiled_mlp
 
 _REPEATS = 5
 
@@ -23,14 +22,14 @@ def dense_mlp(
     down: Float[Array, "E F D"],
     group_sizes: Int32[Array, " E"],
     *,
-    hidden_act: str,
+    activation: Activation,
 ) -> Float[Array, "R D"]:
     """The obvious form: one expert after the other takes every row, and what is not its own becomes zero."""
     end_row = jnp.cumsum(group_sizes)
     row = jnp.arange(x.shape[0])[:, None]
 
     def add_expert(e, out):
-        hidden = ACTIVATIONS[hidden_act](x @ gate[e]) * (x @ up[e])
+        hidden = activation(x @ gate[e]) * (x @ up[e])
         is_own = (row < end_row[e]) & (row >= end_row[e] - group_sizes[e])
         return jnp.where(is_own, hidden @ down[e], out)
 
@@ -49,7 +48,7 @@ def time_forms(
     arrays = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, D), (E, D, F), (E, D, F), (E, F, D))]
     chosen = np.concatenate([rng.choice(E, per_token, replace=False) for _ in range(num_tokens)])
     group_sizes = jnp.asarray(np.bincount(chosen, minlength=E), jnp.int32)
-    programs = {name: jax.jit(partial(form, hidden_act="silu")) for name, form in FORMS.items()}
+    programs = {name: jax.jit(partial(form, activation=jax.nn.silu)) for name, form in FORMS.items()}
     times: dict[str, list[float]] = {name: [] for name in programs}
     for repeat in range(_REPEATS + 1):
         for name, program in programs.items():

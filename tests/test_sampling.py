@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from jaxvllm.models.sampler import SamplingBatch, _sample_in_slices, _sample_some, sample
+from jaxvllm.kernels.sampling import SamplingBatch, _sample_in_slices, _sample_some, sample
 
 _sample = jax.jit(sample)
 _INF = np.inf
