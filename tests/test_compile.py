@@ -66,7 +66,7 @@ def test_whole_steps_compile_and_update_their_cache_in_place(tiny_config, chip):
 @pytest.mark.timeout(1800)
 @needs_libtpu
 def test_a_real_model_compiles_without_its_weights():
-    """Qwen3-0.6B on v6e; the larger ones are in docs/kernels_tpu.md, by the same command."""
+    """Qwen3-0.6B on v6e; the larger ones are in docs/benchmarks/kernels, by the same command."""
     steps = reports("v6e-1", CONFIGS / "qwen3_0_6b", max_num_batched_tokens=1024, max_num_seqs=64, max_model_len=2048)
     assert [step["name"] for step in steps] == ["prefill 1024 tokens", "decode 64 tokens"]
     for step in steps:

@@ -1,5 +1,6 @@
 """The documentation agrees with the product. `make docs` builds the site; here only texts are compared."""
 
+import json
 import re
 from dataclasses import dataclass
 from importlib import import_module
@@ -60,3 +61,11 @@ def test_the_tables_of_options_are_up_to_date(page, cls):
 def test_a_field_without_a_comment_is_named():
     with pytest.raises(ValueError, match="add a comment at the end of silent"):
         option_tables.field_comments(Uncommented)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs/benchmarks/kernels").glob("*.json")), ids=lambda file: file.stem)
+def test_a_table_of_numbers_says_where_they_come_from(file):
+    content = json.loads(file.read_text())
+    assert content["rows"]
+    assert {"what", "command", "hardware", "software", "commit", "date"} <= {key for key in content if content[key]}
+    assert f"`{file.name}`" in (ROOT / "docs/kernels.md").read_text()

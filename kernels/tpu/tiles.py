@@ -5,7 +5,7 @@ tokens and the tiles on their way back, and the float32 accumulators; the sum st
 of the smallest VMEM (64 MiB: v5p, tpu7x) to XLA. SMEM (1 MiB): the block tables, at most half of it; a batch with more
 is split.
 
-What chose them: `jaxvllm bench kernel` on the nano workload (docs/kernels_tpu.md has the tables). In decode, sub-chunks
+What chose them: `jaxvllm bench kernel` on the nano workload (docs/kernels.md has the tables). In decode, sub-chunks
 of 256 tokens: at 128 the latency of the matrix unit shows, at 512 the last sub-chunk of a sequence of some
 hundred tokens is mostly padding. In prefill, 512 rows per KV head: a key is read again by every tile of queries,
 and below 512 rows v6e's copies would take more than half of the products' time.
