@@ -1,4 +1,4 @@
-"""The decoder that architectures share: embedding, layers, head. An architecture says in a `Style` how it differs."""
+"""The decoder that all architectures share: embedding, layers, head. A `Style` holds what their configs leave out."""
 
 from functools import partial
 
@@ -64,17 +64,16 @@ def _run_layer(layer, x, angles, pool, batch, *, backend, decode_only):
 
 
 class Decoder(nnx.Module):
-    """Token ids to hidden states to logits. An architecture is a subclass with its `style`."""
+    """Token ids to hidden states to logits."""
 
-    style = Style()
-
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, style: Style):
         D, V, dtype = config.hidden_size, config.vocab_size, config.dtype
         self.config = config
+        self.style = style
         self.max_len = config.max_position_embeddings  # tokens of the longest sequence served; an engine lowers it
         self.embed = Embedding(V, D, dtype=dtype)
-        self.layers = nnx.List([DecoderLayer(config, i, self.style) for i in range(config.num_layers)])
-        self.norm = RMSNorm(D, eps=config.rms_norm_eps, dtype=dtype, offset=self.style.norm_offset)
+        self.layers = nnx.List([DecoderLayer(config, i, style) for i in range(config.num_layers)])
+        self.norm = RMSNorm(D, eps=config.rms_norm_eps, dtype=dtype, offset=style.norm_offset)
         self.head = None if config.tie_word_embeddings else Linear(D, V, bias=False, dtype=dtype)
 
     def __call__(

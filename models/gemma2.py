@@ -1,7 +1,6 @@
-"""Gemma 2."""
+"""Gemma 2: norms before and after each part, by 1 + weight; a scaled embedding. Windows and caps from the config."""
 
 from jaxvllm.models import llama
-from jaxvllm.models.decoder import Decoder
 from jaxvllm.models.layers import Style
 
 WEIGHTS = llama.WEIGHTS | {  # Hugging Face's name: our path; * is the layer's number
@@ -10,8 +9,4 @@ WEIGHTS = llama.WEIGHTS | {  # Hugging Face's name: our path; * is the layer's n
     "model.layers.*.post_feedforward_layernorm.weight": "layers.*.mlp_output_norm.weight",
 }
 
-
-class Gemma2(Decoder):
-    """Norms before and after each part, by 1 + weight; a scaled embedding. Windows, soft caps from the config."""
-
-    style = Style(output_norms=True, norm_offset=1.0, scaled_embedding=True)
+STYLE = Style(output_norms=True, norm_offset=1.0, scaled_embedding=True)

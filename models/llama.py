@@ -1,6 +1,6 @@
-"""Llama 1 to 3, and what shares its shape (SmolLM2)."""
+"""Llama 1 to 3 and the models of its shape (Mistral, SmolLM2, SmolLM3): norms before attention and feed-forward."""
 
-from jaxvllm.models.decoder import Decoder
+from jaxvllm.models.layers import Style
 
 WEIGHTS = {  # Hugging Face's name: our path; * is the layer's number
     "model.embed_tokens.weight": "embed.weight",
@@ -24,6 +24,4 @@ WEIGHTS = {  # Hugging Face's name: our path; * is the layer's number
     "lm_head.weight": "head.weight",
 }
 
-
-class Llama(Decoder):
-    """Norms before attention and feed-forward; biases and rotary scaling as the config says."""
+STYLE = Style()

@@ -1,7 +1,6 @@
-"""Mixtral."""
+"""Mixtral: Llama with experts in every layer; the weights of a token's experts sum to 1."""
 
 from jaxvllm.models import llama
-from jaxvllm.models.decoder import Decoder
 
 WEIGHTS = llama.WEIGHTS | {  # Hugging Face's name: our path; the first * is the layer's number, the second the expert's
     "model.layers.*.block_sparse_moe.gate.weight": "layers.*.experts.router.weight",
@@ -9,7 +8,3 @@ WEIGHTS = llama.WEIGHTS | {  # Hugging Face's name: our path; the first * is the
     "model.layers.*.block_sparse_moe.experts.*.w3.weight": "layers.*.experts.up.weight",
     "model.layers.*.block_sparse_moe.experts.*.w2.weight": "layers.*.experts.down.weight",
 }
-
-
-class Mixtral(Decoder):
-    """Mistral's attention; every layer is a mixture, a token's expert weights sum to 1."""

@@ -1,7 +1,6 @@
-"""OLMo 2."""
+"""OLMo 2: norms after attention and feed-forward, none before; one norm over all heads of q, one over all of k."""
 
 from jaxvllm.models import qwen3
-from jaxvllm.models.decoder import Decoder
 from jaxvllm.models.layers import Style
 
 WEIGHTS = qwen3.WEIGHTS | {  # Hugging Face's name: our path; * is the layer's number
@@ -9,8 +8,4 @@ WEIGHTS = qwen3.WEIGHTS | {  # Hugging Face's name: our path; * is the layer's n
     "model.layers.*.post_feedforward_layernorm.weight": "layers.*.mlp_output_norm.weight",
 }
 
-
-class Olmo2(Decoder):
-    """Norms after attention and feed-forward and none before; one norm over all heads of q, one over all of k."""
-
-    style = Style(input_norms=False, output_norms=True, qk_norm="all")
+STYLE = Style(input_norms=False, output_norms=True, qk_norm="all")

@@ -1,6 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini."""
-
-from jaxvllm.models.decoder import Decoder
+"""Phi-3, Phi-3.5 and Phi-4-mini: Llama with fused weights; longrope, window and partial rotation from the config."""
 
 WEIGHTS = {  # Hugging Face's name: our path, or the paths of its rows in their order; * is the layer's number
     "model.embed_tokens.weight": "embed.weight",
@@ -17,7 +15,3 @@ WEIGHTS = {  # Hugging Face's name: our path, or the paths of its rows in their 
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "head.weight",
 }
-
-
-class Phi3(Decoder):
-    """Llama's layers, stored fused; longrope, window and the turned share of each head from the config."""

@@ -1,13 +1,5 @@
-"""Qwen2 and Qwen2.5."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v, which the config does not mention."""
 
-from jaxvllm.models import llama
-from jaxvllm.models.decoder import Decoder
 from jaxvllm.models.layers import Style
 
-WEIGHTS = llama.WEIGHTS
-
-
-class Qwen2(Decoder):
-    """Llama's layers, with biases on q, k and v; its config does not mention them."""
-
-    style = Style(qkv_bias=True, o_bias=False)
+STYLE = Style(qkv_bias=True, o_bias=False)

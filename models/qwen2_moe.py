@@ -1,8 +1,8 @@
-"""Qwen1.5-MoE and Qwen2, mixtures of experts."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, and a shared expert for every token, weighted by a gate."""
 
-from jaxvllm.models import qwen3_moe
-from jaxvllm.models.decoder import Decoder
-from jaxvllm.models.layers import Style
+from dataclasses import replace
+
+from jaxvllm.models import qwen2, qwen3_moe
 
 WEIGHTS = qwen3_moe.WEIGHTS | {  # Hugging Face's name: our path; * is the layer's number
     "model.layers.*.mlp.shared_expert.gate_proj.weight": "layers.*.experts.shared.gate.weight",
@@ -11,8 +11,4 @@ WEIGHTS = qwen3_moe.WEIGHTS | {  # Hugging Face's name: our path; * is the layer
     "model.layers.*.mlp.shared_expert_gate.weight": "layers.*.experts.shared_gate.weight",
 }
 
-
-class Qwen2Moe(Decoder):
-    """Qwen2's biases; beside the experts of the router one that every token goes through, weighed by a gate."""
-
-    style = Style(qkv_bias=True, o_bias=False, shared_expert_gate=True)
+STYLE = replace(qwen2.STYLE, shared_expert_gate=True)

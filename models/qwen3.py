@@ -1,7 +1,6 @@
-"""Qwen3, dense."""
+"""Qwen3, dense: Llama with a norm over each head of q and k before the rotary embedding."""
 
 from jaxvllm.models import llama
-from jaxvllm.models.decoder import Decoder
 from jaxvllm.models.layers import Style
 
 WEIGHTS = llama.WEIGHTS | {  # Hugging Face's name: our path; * is the layer's number
@@ -9,8 +8,4 @@ WEIGHTS = llama.WEIGHTS | {  # Hugging Face's name: our path; * is the layer's n
     "model.layers.*.self_attn.k_norm.weight": "layers.*.attention.k_norm.weight",
 }
 
-
-class Qwen3(Decoder):
-    """Llama's layers, with a norm over each head of q and k before the rotary embedding."""
-
-    style = Style(qk_norm="head")
+STYLE = Style(qk_norm="head")

@@ -1,8 +1,6 @@
-"""Qwen3, mixtures of experts."""
+"""Qwen3-MoE: Qwen3 with experts in the layers that the config names."""
 
 from jaxvllm.models import qwen3
-from jaxvllm.models.decoder import Decoder
-from jaxvllm.models.layers import Style
 
 WEIGHTS = qwen3.WEIGHTS | {  # Hugging Face's name: our path; the first * is the layer's number, the second the expert's
     "model.layers.*.mlp.gate.weight": "layers.*.experts.router.weight",
@@ -10,9 +8,3 @@ WEIGHTS = qwen3.WEIGHTS | {  # Hugging Face's name: our path; the first * is the
     "model.layers.*.mlp.experts.*.up_proj.weight": "layers.*.experts.up.weight",
     "model.layers.*.mlp.experts.*.down_proj.weight": "layers.*.experts.down.weight",
 }
-
-
-class Qwen3Moe(Decoder):
-    """Qwen3's attention; the config says which layers are mixtures and how their experts are weighed."""
-
-    style = Style(qk_norm="head")

@@ -1,48 +1,39 @@
-"""Which module and which weight map serve an architecture."""
+"""The architectures, as data: how each names its weights, and how its layers differ where its config is silent."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxvllm.models import (
-    gemma2,
-    gemma3,
-    llama,
-    mistral,
-    mixtral,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-    smollm3,
-)
+from jaxvllm.models import gemma2, gemma3, llama, mixtral, olmo2, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe
 from jaxvllm.models.checkpoint.weight_map import WeightMap
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.models.decoder import Decoder
+from jaxvllm.models.layers import Style
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`make(config)` builds the module; `weights` maps Hugging Face's tensor names to its paths."""
+    """`weights` maps Hugging Face's tensor names to the paths of a `Decoder` with this `style`."""
 
-    make: Callable[[ModelConfig], Decoder]
     weights: WeightMap
+    style: Style
+
+    def make(self, config: ModelConfig) -> Decoder:
+        """Builds the module, its weights not yet loaded."""
+        return Decoder(config, self.style)
 
 
 ARCHITECTURES = {  # Hugging Face's model_type
-    "gemma2": Architecture(gemma2.Gemma2, gemma2.WEIGHTS),
-    "gemma3_text": Architecture(gemma3.Gemma3, gemma3.WEIGHTS),
-    "llama": Architecture(llama.Llama, llama.WEIGHTS),
-    "mistral": Architecture(mistral.Mistral, mistral.WEIGHTS),
-    "mixtral": Architecture(mixtral.Mixtral, mixtral.WEIGHTS),
-    "olmo2": Architecture(olmo2.Olmo2, olmo2.WEIGHTS),
-    "phi3": Architecture(phi3.Phi3, phi3.WEIGHTS),
-    "qwen2": Architecture(qwen2.Qwen2, qwen2.WEIGHTS),
-    "qwen2_moe": Architecture(qwen2_moe.Qwen2Moe, qwen2_moe.WEIGHTS),
-    "qwen3": Architecture(qwen3.Qwen3, qwen3.WEIGHTS),
-    "qwen3_moe": Architecture(qwen3_moe.Qwen3Moe, qwen3_moe.WEIGHTS),
-    "smollm3": Architecture(smollm3.SmolLM3, smollm3.WEIGHTS),
+    "gemma2": Architecture(gemma2.WEIGHTS, gemma2.STYLE),
+    "gemma3_text": Architecture(gemma3.WEIGHTS, gemma3.STYLE),
+    "llama": Architecture(llama.WEIGHTS, llama.STYLE),
+    "mistral": Architecture(llama.WEIGHTS, llama.STYLE),  # the config may give every layer a sliding window
+    "mixtral": Architecture(mixtral.WEIGHTS, llama.STYLE),
+    "olmo2": Architecture(olmo2.WEIGHTS, olmo2.STYLE),
+    "phi3": Architecture(phi3.WEIGHTS, llama.STYLE),
+    "qwen2": Architecture(llama.WEIGHTS, qwen2.STYLE),
+    "qwen2_moe": Architecture(qwen2_moe.WEIGHTS, qwen2_moe.STYLE),
+    "qwen3": Architecture(qwen3.WEIGHTS, qwen3.STYLE),
+    "qwen3_moe": Architecture(qwen3_moe.WEIGHTS, qwen3.STYLE),
+    "smollm3": Architecture(llama.WEIGHTS, llama.STYLE),  # the config names the layers without rotary embedding
 }
 
 
