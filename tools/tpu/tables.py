@@ -1,4 +1,4 @@
-"""What the TPU kernels should cost, for docs/kernels.md: `python -m tools.tpu.tables [predictions | prefills | comparison] ...`.
+"""What the TPU kernels should cost: `python -m tools.tpu.tables [predictions | prefills | comparison] ...`.
 
 Needs libtpu and no device; nothing in them is a measurement of one.
 """
