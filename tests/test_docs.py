@@ -1,5 +1,6 @@
 """The documentation agrees with the product. `make docs` builds the site; here only texts are compared."""
 
+import ast
 import json
 import re
 from dataclasses import dataclass
@@ -69,3 +70,25 @@ def test_a_table_of_numbers_says_where_they_come_from(file):
     assert content["rows"]
     assert {"what", "command", "hardware", "software", "commit", "date"} <= {key for key in content if content[key]}
     assert f"`{file.name}`" in (ROOT / "docs/kernels.md").read_text()
+
+
+def product_texts() -> list[str]:
+    """Every text in the product's source; a value put into one is a NUL."""
+    texts = []
+    for file in [*ROOT.glob("jaxvllm/**/*.py"), *ROOT.glob("kernels/**/*.py"), *ROOT.glob("models/**/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub("%[sd]", "\0", node.value))  # a line of the log
+    return texts
+
+
+def test_every_message_of_the_troubleshooting_page_exists():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = [message for message in re.findall(r"^\| `([^|]+)` \|", page, re.MULTILINE) if " " in message]
+    assert len(messages) > 30
+    texts = product_texts()
+    patterns = {m: re.compile(".*".join(map(re.escape, m.split("...")))) for m in messages}
+    assert [m for m, pattern in patterns.items() if not any(map(pattern.search, texts))] == []
