@@ -47,6 +47,28 @@ def test_the_api_reference_names_what_exists():
     assert [path for path in paths if not found(path)] == []
 
 
+def named_code(page: str) -> list[str]:
+    """The dotted paths of what a page names in rows `| file | function, function | ... |`."""
+    paths = []
+    for file, names in re.findall(r"^\| `([\w/]+)\.py` \| ((?:`[\w.]+`(?:, )?)+) \|", page, re.MULTILINE):
+        paths += [f"{file.replace('/', '.')}.{name}" for name in re.findall(r"`([\w.]+)`", names)]
+    return paths
+
+
+def test_the_architecture_page_names_code_that_exists():
+    page = (ROOT / "docs/architecture.md").read_text()
+    files = set(re.findall(r"`([\w/]+(?:\.py|/))`", page))
+    assert sorted(file for file in files if not (ROOT / file).exists()) == []
+    paths = named_code(page)
+    assert len(paths) > 50
+    assert [path for path in paths if not found(path)] == []
+
+
+def test_code_that_does_not_exist_is_noticed():
+    page = "| `kernels/xla.py` | `attend`, `no_such_function` | ... |"
+    assert [path for path in named_code(page) if not found(path)] == ["kernels.xla.no_such_function"]
+
+
 @pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.name)
 def test_links_lead_to_files_of_the_repository(page):
     targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
