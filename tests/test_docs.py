@@ -55,13 +55,20 @@ def named_code(page: str) -> list[str]:
     return paths
 
 
-def test_the_architecture_page_names_code_that_exists():
-    page = (ROOT / "docs/architecture.md").read_text()
-    files = set(re.findall(r"`([\w/]+(?:\.py|/))`", page))
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/research.md", "CONTRIBUTING.md"])
+def test_a_page_names_files_and_code_that_exist(page):
+    text = (ROOT / page).read_text()
+    files = set(re.findall(r"`((?:jaxvllm|kernels|models|tests|tools)/[\w/]*(?:\.py|/))`", text))
+    assert files
     assert sorted(file for file in files if not (ROOT / file).exists()) == []
-    paths = named_code(page)
-    assert len(paths) > 50
-    assert [path for path in paths if not found(path)] == []
+    assert [path for path in named_code(text) if not found(path)] == []
+    modules = {"BlockManager": "block_manager", "Scheduler": "scheduler", "LLMEngine": "llm_engine"}
+    methods = [name for name in re.findall(r"`(\w+\.\w+)`", text) if name.partition(".")[0] in modules]
+    assert [m for m in methods if not found(f"jaxvllm.engine.{modules[m.partition('.')[0]]}.{m}")] == []
+
+
+def test_the_architecture_page_names_the_whole_path():
+    assert len(named_code((ROOT / "docs/architecture.md").read_text())) > 50
 
 
 def test_code_that_does_not_exist_is_noticed():
