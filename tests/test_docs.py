@@ -8,7 +8,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from engines import make_llm
 
+import jaxvllm
 from tools.docs import option_tables
 
 ROOT = Path(__file__).parents[1]
@@ -99,6 +101,37 @@ def test_a_table_of_numbers_says_where_they_come_from(file):
     assert content["rows"]
     assert {"what", "command", "hardware", "software", "commit", "date"} <= {key for key in content if content[key]}
     assert f"`{file.name}`" in (ROOT / "docs/kernels.md").read_text()
+
+
+def test_the_readme_s_example_runs(tiny_llama_path, monkeypatch, capsys):
+    """On a tiny model, in place of the hub's."""
+    engines = []
+
+    def small_llm(model, **options):
+        engines.append((model, make_llm(tiny_llama_path, **options)))
+        return engines[-1][1]
+
+    monkeypatch.setattr(jaxvllm, "LLM", small_llm)
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(compile(block, "README.md", "exec"), {})
+    [(model, llm)] = engines
+    assert model == "Qwen/Qwen3-0.6B"
+    assert llm.stats.num_generated_tokens > 0
+    assert capsys.readouterr().out.strip()
+    assert llm.is_finished()
+
+
+PROVENANCE = re.compile(r"\b[0-9a-f]{7}\b")
+
+
+def test_every_measured_figure_of_the_readme_names_a_commit_and_hardware():
+    section = (ROOT / "README.md").read_text().partition("## Measured")[2].partition("\n## ")[0]
+    benchmarks, _, parity = section.partition("<!-- performance: end -->")
+    rows = re.findall(r"^\| (?!measured|-)(.+)$", benchmarks, re.MULTILINE)
+    assert rows
+    for text in [*rows, parity]:
+        assert PROVENANCE.search(text), text
+        assert "EPYC" in text, text
 
 
 def product_texts() -> list[str]:
