@@ -134,6 +134,16 @@ def test_every_measured_figure_of_the_readme_names_a_commit_and_hardware():
         assert "EPYC" in text, text
 
 
+def test_every_section_of_measured_tables_names_a_commit_and_hardware():
+    page = (ROOT / "docs/performance.md").read_text()
+    parts = re.split(r"^##+ ", page, flags=re.MULTILINE)
+    sections = [part for part in parts if re.search(r"^\| .*measured|, ms \|", part, re.MULTILINE)]
+    assert len(sections) == 3
+    for text in sections:
+        assert PROVENANCE.search(text), text
+        assert "EPYC" in text, text
+
+
 def product_texts() -> list[str]:
     """Every text in the product's source; a value put into one is a NUL."""
     texts = []
