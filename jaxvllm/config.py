@@ -1,11 +1,12 @@
 """Every limit of an engine, checked once."""
 
-import difflib
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
+
+from jaxvllm.options import is_int, is_number, python_scalar, refuse_unknown_names, store_python_scalars
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "int8"]
@@ -16,12 +17,14 @@ PRESETS = Path(__file__).parent / "configs"
 _SMALLEST_TOKEN_BUCKET = 16
 
 
+@refuse_unknown_names("option")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """The options of `LLM(model, ...)`, under NanoVLLM's names where NanoVLLM has them.
 
-    Raises `ValueError` on a value outside its range. Nothing changes after construction: what depends on the
-    checkpoint or the device (`eos`, `num_kvcache_blocks`, `max_model_len`) is settled with `dataclasses.replace`.
+    Raises `ValueError` on a value outside its range and on an unknown name. Nothing changes after construction: what
+    depends on the checkpoint or the device (`eos`, `num_kvcache_blocks`, `max_model_len`) is settled with
+    `dataclasses.replace`.
     """
 
     model: str  # folder, GGUF file or hub name
@@ -47,6 +50,7 @@ class EngineConfig:
     seed: int = 0  # of the requests that give none
 
     def __post_init__(self):
+        store_python_scalars(self)
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model={self.model!r}: give a folder, a .gguf file or a hub name.")
         for field in ("token_buckets", "seq_buckets", "block_buckets"):
@@ -56,12 +60,6 @@ class EngineConfig:
         self._check_counts()
         self._check_choices()
         self._check_buckets()
-
-    @classmethod
-    def from_options(cls, model: str, options: dict[str, Any]) -> Self:
-        """Builds a config from keyword options; a name that is none of ours is refused with the nearest one."""
-        _check_names(options)
-        return cls(model=model, **options)
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -99,7 +97,7 @@ class EngineConfig:
         if not is_int(blocks) or (blocks < 1 and blocks != -1):
             raise ValueError(f"num_kvcache_blocks={blocks!r} is not a positive number: use -1 for automatic.")
         share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+        if not is_number(share) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization={share!r} is not a number in (0, 1].")
         if not is_int(self.seed) or self.seed < 0:
             raise ValueError(f"seed={self.seed!r} is not a whole number of at least 0.")
@@ -142,44 +140,30 @@ _OF_THE_MODEL = {"model", "eos"}
 def read_preset(path: Path) -> dict[str, Any]:
     """Reads options from a TOML file such as those in `configs`. Raises `ValueError` naming the file.
 
-    A preset holds together by itself, and names no model: `model` and `eos` are none of its options.
+    A preset is valid by itself, and may not contain `model` or `eos`.
     """
     try:
         options = tomllib.loads(path.read_text(encoding="utf-8"))
         for name in _OF_THE_MODEL & options.keys():
-            raise ValueError(f"{name!r} is given beside a preset, or by the model itself: leave it out.")
-        EngineConfig.from_options("any", options)
+            raise ValueError(f"{name!r} cannot be part of a preset: it comes from the command line or the checkpoint.")
+        EngineConfig(model="any", **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"preset {path}: {error}") from error
     return options
-
-
-def _check_names(names: Iterable[str]):
-    known = [field.name for field in fields(EngineConfig)]
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}."
-            raise ValueError(f"unknown option {name!r}: {hint}")
-
-
-def is_int(value: object) -> bool:
-    """Whether it is a whole number: True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _collected(name: str, values: Any, kind: type) -> Any:
     try:
         if isinstance(values, str):
             raise TypeError
-        return kind(values)
+        return kind(map(python_scalar, values))
     except TypeError:
         raise ValueError(f"{name}={values!r} is not a list of whole numbers.") from None
 
 
 def _check_choice(name: str, value: object, choices: Collection[object]):
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is none of {', '.join(map(str, choices))}.")
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, choices))}.")
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], *, use_tqdm: bool = True, **options: Any):
-        config = EngineConfig.from_options(os.fspath(model) if isinstance(model, os.PathLike) else model, options)
+        config = EngineConfig(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **options)
         checkpoint = open_checkpoint(resolve_path(config.model))
         registry.resolve(checkpoint.config.model_type)  # a folder that holds no model is refused as such, first of all
         self.tokenizer = load_tokenizer(checkpoint)

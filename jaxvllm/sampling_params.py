@@ -4,19 +4,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from jaxvllm.config import is_int
+from jaxvllm.options import is_int, is_number, python_scalar, refuse_unknown_names, store_python_scalars
 
 _SEED_LIMIT = 2**64
 _TOP_K_LIMIT = 2**31
 _TEMPERATURE_LIMIT = 1e30  # float32 on the device ends at 3e38
 
 
+@refuse_unknown_names("sampling parameter")
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
     Filters apply in the order temperature, top_k, top_p, min_p. `temperature=0` takes the most likely token
-    and ignores the filters. Raises `ValueError` on a value outside its range.
+    and ignores the filters. Raises `ValueError` on a value outside its range and on an
+    unknown name.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -31,15 +33,16 @@ class SamplingParams:
     seed: int | None = None  # None: derived from the engine's seed and the request's number
 
     def __post_init__(self):
+        store_python_scalars(self)
         try:
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+            object.__setattr__(self, "stop_token_ids", tuple(map(python_scalar, self.stop_token_ids)))
         except TypeError:
             raise ValueError(f"stop_token_ids={self.stop_token_ids!r} is not a list of token ids.") from None
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r} is neither True nor False.")
+            raise ValueError(f"ignore_eos={self.ignore_eos!r} must be True or False.")
         for field in ("temperature", "top_p", "min_p"):
             value = getattr(self, field)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+            if not is_number(value) or not math.isfinite(value):
                 raise ValueError(f"{field}={value!r} is not a finite number.")
         if self.temperature < 0:
             raise ValueError(f"temperature={self.temperature} is negative: use 0 for greedy decoding.")

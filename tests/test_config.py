@@ -1,8 +1,15 @@
 import dataclasses
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxvllm.config import PRESETS, EngineConfig, read_preset
+
+
+def _untyped(**options: Any) -> dict[str, Any]:
+    """Options as a user gives them: the type checker need not agree."""
+    return options
 
 
 def test_nanovllm_options_keep_their_names():
@@ -29,12 +36,12 @@ def test_nanovllm_options_keep_their_names():
 )
 def test_misspelt_option_is_refused_with_the_nearest_name(misspelt, meant):
     with pytest.raises(ValueError, match=f"{misspelt}.*{meant}"):
-        EngineConfig.from_options("folder", {misspelt: 1})
+        EngineConfig(model="folder", **_untyped(**{misspelt: 1}))
 
 
 def test_option_like_no_other_is_refused_with_the_list():
     with pytest.raises(ValueError, match=r"zzz.*the options are .*max_num_seqs"):
-        EngineConfig.from_options("folder", {"zzz": 1})
+        EngineConfig(model="folder", **_untyped(zzz=1))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +82,33 @@ def test_value_out_of_range_is_refused_by_name(option, value):
         EngineConfig(model="folder", **{option: value})
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "stored"),
+    [
+        ("max_num_seqs", np.int64(8), 8),
+        ("kvcache_block_size", np.int32(32), 32),
+        ("gpu_memory_utilization", np.float32(0.5), 0.5),
+        ("enforce_eager", np.True_, True),
+        ("eos", np.int64(2), 2),
+        ("eos", np.array([2, 3]), frozenset({2, 3})),
+        ("token_buckets", np.array([16, 8192]), (16, 8192)),
+        ("seed", np.uint64(7), 7),
+    ],
+)
+def test_numpy_scalars_are_stored_as_python_s(option, value, stored):
+    kept = getattr(EngineConfig(model="folder", **_untyped(**{option: value})), option)
+    assert kept == stored
+    assert type(kept) is type(stored)
+    if isinstance(kept, (tuple, frozenset)):
+        assert {type(one) for one in kept} == {int}
+
+
+@pytest.mark.parametrize("value", [True, np.True_, np.float64(8)])
+def test_bool_and_float_of_numpy_are_no_integers(value):
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        EngineConfig(model="folder", **_untyped(max_num_seqs=value))
+
+
 def test_step_without_room_for_one_token_per_sequence_is_refused():
     with pytest.raises(ValueError, match=r"max_num_batched_tokens=4 is below max_num_seqs=8"):
         EngineConfig(model="folder", max_num_batched_tokens=4, max_num_seqs=8)
@@ -97,7 +131,7 @@ def test_config_is_frozen():
 
 @pytest.mark.parametrize("path", sorted(PRESETS.glob("*.toml")), ids=lambda path: path.stem)
 def test_preset_is_valid_and_says_on_what_it_ran(path):
-    EngineConfig.from_options("folder", read_preset(path))
+    EngineConfig(model="folder", **read_preset(path))
     header = path.read_text()
     assert all(f"# {word}:" in header for word in ("Hardware", "Command", "Expected"))
 
@@ -111,9 +145,9 @@ def test_preset_is_valid_and_says_on_what_it_ran(path):
         ('seq_buckets = "16"', "seq_buckets='16' is not a list of whole numbers"),
         ('max_num_seqs = "8"', "max_num_seqs='8' is not a whole number"),
         ("max_model_len = 256.0", "max_model_len=256.0 is not a whole number"),
-        ('enforce_eager = "no"', "enforce_eager='no' is none of False, True"),
-        ('model = "x"', "'model' is given beside a preset"),
-        ("eos = 3", "'eos' is given beside a preset"),
+        ('enforce_eager = "no"', "enforce_eager='no' must be one of False, True"),
+        ('model = "x"', "'model' cannot be part of a preset"),
+        ("eos = 3", "'eos' cannot be part of a preset"),
         ("use_tqdm = false", "unknown option 'use_tqdm': the options are"),
     ],
 )

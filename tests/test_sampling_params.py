@@ -1,3 +1,6 @@
+from typing import Any
+
+import numpy as np
 import pytest
 
 from jaxvllm import SamplingParams
@@ -54,3 +57,33 @@ def test_stop_ids_become_a_tuple_whatever_list_the_user_gave():
     params = SamplingParams(stop_token_ids=stop_token_ids)
     stop_token_ids.append(9)
     assert params.stop_token_ids == (3, 1)
+
+
+def test_numpy_scalars_are_stored_as_python_s():
+    given: dict[str, Any] = {
+        "temperature": np.float32(0.5),
+        "max_tokens": np.int64(4),
+        "top_k": np.int32(3),
+        "ignore_eos": np.True_,
+        "stop_token_ids": np.array([3, 1]),
+        "seed": np.uint64(2**64 - 1),
+    }
+    params = SamplingParams(**given)
+    assert params == SamplingParams(
+        temperature=0.5, max_tokens=4, top_k=3, ignore_eos=True, stop_token_ids=(3, 1), seed=2**64 - 1
+    )
+    kept = [getattr(params, name) for name in given if name != "stop_token_ids"]
+    assert {type(value) for value in [*kept, *params.stop_token_ids]} == {int, float, bool}
+
+
+@pytest.mark.parametrize(("misspelt", "meant"), [("max_token", "max_tokens"), ("stop_token_id", "stop_token_ids")])
+def test_misspelt_name_is_refused_with_the_nearest_one(misspelt, meant):
+    options: dict[str, Any] = {misspelt: 3}
+    with pytest.raises(ValueError, match=f"unknown sampling parameter '{misspelt}': did you mean '{meant}'"):
+        SamplingParams(**options)
+
+
+def test_name_like_no_other_is_refused_with_the_list():
+    options: dict[str, Any] = {"zzz": 3}
+    with pytest.raises(ValueError, match="the sampling parameters are temperature, max_tokens"):
+        SamplingParams(**options)

@@ -29,7 +29,7 @@ def make_engine(
     """Returns an engine for a checkpoint, or for a config with random weights, and how to make ids of text."""
     if (model is None) == (random is None):
         raise ValueError("give either --model, a checkpoint, or --random, a config without weights.")
-    config = EngineConfig.from_options(model or f"random {random}", options)
+    config = EngineConfig(model=model or f"random {random}", **options)
     if random is not None:
         return LLMEngine(config, RandomCheckpoint(random), frozenset(), use_tqdm=False), None  # pyright: ignore[reportArgumentType]
     assert model is not None
