@@ -1,5 +1,6 @@
 """The commands, with a stand-in for the engine, and `generate` and `chat` once with a real tiny one."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -11,7 +12,11 @@ from click.testing import CliRunner
 from engines import SMALL
 
 from jaxvllm.cli import main
+from jaxvllm.cli.compile import compile_command
+from jaxvllm.cli.generate import generate
+from jaxvllm.config import DEFAULTS
 from jaxvllm.outputs import RequestOutput
+from jaxvllm.sampling_params import SamplingParams
 
 
 class FakeTokenizer:
@@ -129,17 +134,42 @@ def test_generate_reads_standard_input_for_a_dash(fake):
 
 
 def test_engine_options_reach_the_engine(fake):
-    run("generate", "m", "A", "--dtype", "float32", "--token-buckets", "16,64", "--max-model-len", "64", "--warm-up")
+    run(
+        "generate",
+        "m",
+        "A",
+        "--dtype",
+        "float32",
+        "--token-buckets",
+        "16,64",
+        "--max-model-len",
+        "64",
+        "--enforce-eager",
+    )
     options = fake[0].options
     assert options["dtype"] == "float32"
     assert options["token_buckets"] == (16, 64)
     assert options["max_model_len"] == 64
-    assert options["enforce_eager"] is False
+    assert options["enforce_eager"] is True
 
 
-def test_a_command_compiles_only_what_it_needs_unless_told(fake):
+def test_every_engine_option_of_a_command_has_the_engine_s_default(fake):
     run("generate", "m", "A")
-    assert fake[0].options["enforce_eager"] is True
+    options = {name: value for name, value in fake[0].options.items() if name != "use_tqdm"}
+    assert options == {name: DEFAULTS[name] for name in options}
+
+
+def test_every_sampling_parameter_but_the_seed_reaches_the_request(fake):
+    names = {option.name for option in generate.params}
+    assert {field.name for field in dataclasses.fields(SamplingParams)} <= names
+
+
+def test_compile_and_generate_share_spelling_and_defaults():
+    defaults = {option.name: option.default for option in generate.params}
+    shared = [option for option in compile_command.params if option.name not in ("chip", "model")]
+    assert shared
+    assert {option.name: option.default for option in shared} == {o.name: defaults[o.name] for o in shared}
+    assert "--kvcache-block-size" in [name for option in shared for name in option.opts]
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ for command in COMMANDS:
 @bench.command()
 @click.option("--chip", default="v6e", help="v5e, v5p, v6e or tpu7x; it need not be here.")
 @click.option(
-    "--model", default="Qwen3-8B", help="Heads of Qwen3-0.6B, Qwen3-8B, Qwen3-8B/4 or Qwen3-8B/8 (a chip's share)."
+    "--heads", default="Qwen3-8B", help="Those of Qwen3-0.6B, Qwen3-8B, Qwen3-8B/4 or Qwen3-8B/8 (a chip's share)."
 )
 @click.option("--workload", default="nano", help="nano: 256 sequences of 100 to 1,024 tokens; long: 16 of 32,768.")
-@click.option("--block-size", default=64, help="Tokens per KV-cache block.")
+@click.option("--kvcache-block-size", "block_size", default=64, help="Tokens per block of the KV cache.")
 @click.option("--prefill", "prefill_tokens", default=4096, help="Tokens of the prompt to count; 0 is none.")
-def kernel(chip: str, model: str, workload: str, block_size: int, prefill_tokens: int):
+def kernel(chip: str, heads: str, workload: str, block_size: int, prefill_tokens: int):
     """Predict the TPU kernels' cost: bytes and cycles by count, no device involved.
 
     Bytes are those of the loops' copies, cycles the compiler's schedule, bandwidth and peak the vendor's. The time is
@@ -33,16 +33,16 @@ def kernel(chip: str, model: str, workload: str, block_size: int, prefill_tokens
     from jaxvllm.aot import chips
     from tools.tpu import kernel as counts
 
-    for name, value, known in (("model", model, counts.HEADS), ("workload", workload, counts.WORKLOADS)):
+    for name, value, known in (("heads", heads, counts.HEADS), ("workload", workload, counts.WORKLOADS)):
         if value not in known:
-            raise ValueError(f"--{name}={value} is none of {', '.join(known)}.")
+            raise ValueError(f"--{name}={value} must be one of {', '.join(known)}.")
     chips.mesh_of(chip)  # says what is missing, here and not in the process that compiles
-    reports = {f"decode, {workload}": counts.decode_report(chip, counts.HEADS[model], workload, block_size)}
+    reports = {f"decode, {workload}": counts.decode_report(chip, counts.HEADS[heads], workload, block_size)}
     if prefill_tokens:
-        report = counts.prefill_report(chip, counts.HEADS[model], prefill_tokens, block_size)
+        report = counts.prefill_report(chip, counts.HEADS[heads], prefill_tokens, block_size)
         reports[f"prefill, {prefill_tokens} tokens"] = report
     for title, report in reports.items():
-        click.echo(f"{title}: {model} on {chip}, one layer, blocks of {block_size}")
+        click.echo(f"{title}: {heads} on {chip}, one layer, blocks of {block_size}")
         for key, value in report.items():
             shown = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
             click.echo(f"  {key:24} {shown}")

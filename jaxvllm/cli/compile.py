@@ -2,8 +2,11 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import click
+
+from jaxvllm.cli.options import engine_option
 
 _MIB = 2**20
 
@@ -11,13 +14,11 @@ _MIB = 2**20
 @click.command(name="compile")
 @click.option("--chip", required=True, help="v5e-1, v5p-1, v6e-1, v6e-4, tpu7x-1, h100-1, h200-1, h100-4, ...")
 @click.option("--model", required=True, type=click.Path(path_type=Path), help="A config.json, or a folder with one.")
-@click.option("--block-size", default=64, help="Tokens per KV-cache block.")
-@click.option("--max-num-seqs", default=256, help="Sequences per step.")
-@click.option("--max-num-batched-tokens", default=4096, help="Tokens per step.")
-@click.option("--max-model-len", default=4096, help="Tokens per sequence.")
-def compile_command(
-    chip: str, model: Path, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
-):
+@engine_option("--kvcache-block-size", int, "Tokens per block of the KV cache.")
+@engine_option("--max-num-seqs", int, "Most sequences per step.")
+@engine_option("--max-num-batched-tokens", int, "Most tokens per step.")
+@engine_option("--max-model-len", int, "Most tokens per sequence, prompt and completion.")
+def compile_command(chip: str, model: Path, **options: Any):
     """Compile a model's whole steps for chips that are not here, and report the memory they take on each.
 
     No weights are needed. Several chips share the heads and the weights.
@@ -28,13 +29,7 @@ def compile_command(
     from jaxvllm.aot.compile import compile_steps
     from jaxvllm.config import EngineConfig
 
-    config = EngineConfig(
-        model=str(model),
-        kvcache_block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-    )
+    config = EngineConfig(model=str(model), **options)
     for step in compile_steps(chip, model.parent if model.name == "config.json" else model, config):
         title = f"{step.name}, attention {step.backend}: "
         memory = f"arguments {step.argument_bytes // _MIB:,} MiB (cache {step.pool_bytes // _MIB:,} MiB"

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -30,7 +31,7 @@ class _Buckets(click.ParamType):
             self.fail(f"{value!r} is not a list of whole numbers such as 16,64,256.", param, ctx)
 
 
-def _engine_option(name: str, kind: click.ParamType | type, text: str) -> Callable:
+def engine_option(name: str, kind: click.ParamType | type, text: str) -> Callable:
     """An option for a field of `EngineConfig`, with the field's default."""
     return click.option(name, type=kind, help=text, default=DEFAULTS[name[2:].replace("-", "_")])
 
@@ -50,26 +51,26 @@ _ENGINE_OPTIONS = [
         callback=_use_preset,
         help="A TOML file of engine options, such as those in configs/; options given beside it win.",
     ),
-    _engine_option("--dtype", click.Choice(get_args(Dtype)), "Of weights, activations and cache."),
-    _engine_option("--quantization", click.Choice(get_args(Quantization)), "Of the layers' weights."),
-    _engine_option("--max-model-len", int, "Most tokens per sequence, prompt and completion."),
-    _engine_option("--max-num-seqs", int, "Most sequences per step."),
-    _engine_option("--max-num-batched-tokens", int, "Most tokens per step."),
-    _engine_option("--kvcache-block-size", int, "Tokens per block of the KV cache."),
-    _engine_option("--num-kvcache-blocks", int, "Blocks in the KV cache; -1 sizes it from memory."),
-    _engine_option("--gpu-memory-utilization", float, "Share of a TPU's or GPU's memory to use."),
-    _engine_option("--tensor-parallel-size", int, "Chips that share the model."),
-    _engine_option("--attention-backend", click.Choice(get_args(AttentionBackend)), "Body of the kernels."),
-    _engine_option("--token-buckets", _Buckets(), "Padded token counts of prefill; none: automatic."),
-    _engine_option("--seq-buckets", _Buckets(), "Padded sequence counts of decode; none: automatic."),
-    _engine_option("--block-buckets", _Buckets(), "Padded blocks per sequence; none: automatic."),
-    _engine_option("--seed", int, "Of the requests that give none."),
-    _engine_option("--async-scheduling", bool, "Schedule and dispatch a step while the device runs the one before."),
-    _engine_option("--forbid-recompile", bool, "Fail when a step compiles after the warm-up."),
+    engine_option("--dtype", click.Choice(get_args(Dtype)), "Of weights, activations and cache."),
+    engine_option("--quantization", click.Choice(get_args(Quantization)), "Of the layers' weights."),
+    engine_option("--max-model-len", int, "Most tokens per sequence, prompt and completion."),
+    engine_option("--max-num-seqs", int, "Most sequences per step."),
+    engine_option("--max-num-batched-tokens", int, "Most tokens per step."),
+    engine_option("--kvcache-block-size", int, "Tokens per block of the KV cache."),
+    engine_option("--num-kvcache-blocks", int, "Blocks in the KV cache; -1 sizes it from memory."),
+    engine_option("--gpu-memory-utilization", float, "Share of a TPU's or GPU's memory to use."),
+    engine_option("--tensor-parallel-size", int, "Chips that share the model."),
+    engine_option("--attention-backend", click.Choice(get_args(AttentionBackend)), "Body of the kernels."),
+    engine_option("--token-buckets", _Buckets(), "Padded token counts of prefill; none: automatic."),
+    engine_option("--seq-buckets", _Buckets(), "Padded sequence counts of decode; none: automatic."),
+    engine_option("--block-buckets", _Buckets(), "Padded blocks per sequence; none: automatic."),
+    engine_option("--seed", int, "Of the requests that give none."),
+    engine_option("--async-scheduling", bool, "Schedule and dispatch a step while the device runs the one before."),
+    engine_option("--forbid-recompile", bool, "Fail when a step compiles after the warm-up."),
     click.option(
         "--enforce-eager/--warm-up",
-        default=True,
-        help="Compile each step when it is first needed, or all of them at the start.",
+        default=DEFAULTS["enforce_eager"],
+        help="Compile each step when it is first needed, or all of them at the start (default).",
     ),
 ]
 
@@ -88,7 +89,7 @@ def _sampling_options(max_tokens: int) -> list[Callable]:
     ]
 
 
-_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")
+_SAMPLING_NAMES = {field.name for field in fields(SamplingParams)} - {"seed"}  # `--seed` is the engine's
 
 
 def engine_options(function: Callable) -> Callable:
