@@ -9,8 +9,10 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.engine.llm_engine import EngineStats, LLMEngine
+from jaxvllm.engine.build import build_engine
 from jaxvllm.engine.sequence import Sequence as EngineSequence
+from jaxvllm.engine.stats import EngineStats
+from jaxvllm.engine.step import TokenEvent
 from jaxvllm.models import registry
 from jaxvllm.models.checkpoint.loader import open_checkpoint, resolve_path
 from jaxvllm.outputs import RequestOutput
@@ -34,8 +36,8 @@ class LLM:
         checkpoint = open_checkpoint(resolve_path(config.model))
         registry.resolve(checkpoint.config.model_type)  # a folder that holds no model is refused as such, first of all
         self.tokenizer = load_tokenizer(checkpoint)
-        self.engine = LLMEngine(config, checkpoint, self.tokenizer.eos_token_ids, use_tqdm=use_tqdm)
-        self._claimed: dict[int, RequestOutput | None] = {}  # requests of generate and stream calls under way
+        self.engine = build_engine(config, checkpoint, self.tokenizer.eos_token_ids, use_tqdm=use_tqdm)
+        self._inboxes: dict[int, list[TokenEvent]] = {}  # of generate and stream calls in progress, by request
         self._undelivered: list[RequestOutput] = []  # other requests that ended, for `step` to return
 
     @property
@@ -108,66 +110,72 @@ class LLM:
         seq = self.engine.abort(request_id)
         if seq is None:
             return None
-        output = self._output(seq)
-        if request_id in self._claimed:
-            self._claimed[request_id] = output
-        return output
+        if request_id in self._inboxes:
+            self._inboxes[request_id].append(TokenEvent(seq, [], seq.finish_reason))
+        return self._output(seq)
 
     def is_finished(self) -> bool:
         """Whether nothing is left for `step` to run or to return."""
         return self.engine.is_finished() and not self._undelivered
 
     def _run(self, seqs: list[EngineSequence], use_tqdm: bool) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
         with (
-            self._claim(seqs) as request_ids,
+            self._claim(seqs) as inbox,
             tqdm(total=len(seqs), desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as progress,
         ):
-            while (num_ended := sum(self._claimed[i] is not None for i in request_ids)) < len(request_ids):
-                progress.update(num_ended - progress.n)
-                self._advance()
+            while len(outputs) < len(seqs):
+                if not inbox:
+                    self._advance()
+                for event in inbox:
+                    if event.finish_reason is not None:
+                        outputs[event.seq.seq_id] = self._output(event.seq)
+                inbox.clear()
+                progress.update(len(outputs) - progress.n)
                 progress.set_postfix_str(_rates(self.stats), refresh=False)
-            progress.update(num_ended - progress.n)
-            return [output for i in request_ids if (output := self._claimed[i]) is not None]
+            return [outputs[seq.seq_id] for seq in seqs]
 
     def _stream(self, seq: EngineSequence) -> Iterator[str]:
         detokenizer = Detokenizer(self.tokenizer)
-        num_taken = 0
-        with self._claim([seq]):
-            while not (seq.is_finished and num_taken == seq.num_completion_tokens):
-                if num_taken >= seq.num_completion_tokens:
+        with self._claim([seq]) as inbox:
+            is_finished = False
+            while not is_finished:
+                if not inbox:
                     self._advance()  # unless a step between two of our texts has brought tokens already
-                new = seq.completion_token_ids[num_taken:]
-                num_taken += len(new)
-                if text := "".join(map(detokenizer.feed, new)):
+                events = inbox.copy()
+                inbox.clear()
+                is_finished = any(event.finish_reason is not None for event in events)
+                if text := "".join(detokenizer.feed(token_id) for event in events for token_id in event.new_ids):
                     yield text
             if text := detokenizer.flush():
                 yield text
 
     @contextmanager
-    def _claim(self, seqs: list[EngineSequence]) -> Iterator[list[int]]:
-        """Queues requests and keeps their outputs for the caller, who gets their numbers.
+    def _claim(self, seqs: list[EngineSequence]) -> Iterator[list[TokenEvent]]:
+        """Queues requests and yields the list to which their events are appended.
 
         Those that have not ended when it leaves are aborted, also where it is interrupted while it queues.
         """
         request_ids: list[int] = []
+        inbox: list[TokenEvent] = []
         try:
             for seq in seqs:
                 request_ids.append(self.engine.add(seq))
-                self._claimed[request_ids[-1]] = None
-            yield request_ids
+                self._inboxes[request_ids[-1]] = inbox
+            yield inbox
         finally:
             for request_id in request_ids:
-                self._claimed.pop(request_id, None)
+                self._inboxes.pop(request_id, None)
                 self.engine.abort(request_id)  # nothing, where it has ended
 
     def _advance(self):
-        """Runs a step and hands what ended to whoever waits for it."""
-        for seq in self.engine.step():
-            output = self._output(seq)
-            if seq.seq_id in self._claimed:
-                self._claimed[seq.seq_id] = output
-            else:
-                self._undelivered.append(output)
+        """Runs a step and hands its events to the calls that wait for them."""
+        for event in self.engine.step():
+            inbox = self._inboxes.get(event.seq.seq_id)
+            if inbox is not None:
+                inbox.append(event)
+            elif event.finish_reason is not None:
+                self._undelivered.append(self._output(event.seq))
 
     def _make_sequence(self, prompt: Prompt, params: SamplingParams) -> EngineSequence:
         if not isinstance(prompt, (str, Sequence, np.ndarray)) or isinstance(prompt, (bytes, bytearray, memoryview)):

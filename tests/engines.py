@@ -30,7 +30,7 @@ def make_llm(path, **options) -> LLM:
 
 def forget(llm: LLM):
     """Makes the engine's metadata as new: no request, no cached prefix."""
-    llm.engine.scheduler = Scheduler(llm.config)
+    llm.engine.loop.scheduler = Scheduler(llm.config)
 
 
 def solo(llm: LLM, prompt, params: SamplingParams) -> list[int]:
@@ -45,7 +45,7 @@ def random_prompts(lengths, *, vocab_size, seed=0) -> list[list[int]]:
 
 
 def assert_all_blocks_free(llm: LLM):
-    """Every block is back, and the books balance."""
+    """Every block is back, and every block is accounted for."""
     manager = llm.engine.scheduler.block_manager
     manager.check_integrity([])
     assert len(manager.free_block_ids) == llm.config.num_kvcache_blocks

@@ -7,11 +7,14 @@ tokens that come out.
 
 import zlib
 from collections.abc import Collection, Iterable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from jaxvllm.engine.block_manager import BlockManager
-from jaxvllm.engine.scheduler import Flight, Scheduler
+from jaxvllm.engine.scheduler import Scheduler
 from jaxvllm.engine.sequence import Sequence
+from jaxvllm.engine.step import ScheduledStep
+from jaxvllm.engine.step_loop import StepLoop
 from jaxvllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 1000
@@ -35,35 +38,43 @@ def make_seq(token_ids: Iterable[int], max_tokens: int = 4, *, seq_id=0, block_s
 
 def make_scheduler(*seqs: Sequence, **config) -> Scheduler:
     """A scheduler with these sequences added, and plenty of blocks unless `config` says otherwise."""
-    scheduler = Scheduler(Config(**{"num_kvcache_blocks": 64, **config}))
+    scheduler = CheckedScheduler(Config(**{"num_kvcache_blocks": 64, **config}))
     for seq in seqs:
         scheduler.add(seq)
     return scheduler
 
 
 class FakeDevice:
+    """A runner for `StepLoop`; `dispatch` has done everything when it returns."""
+
     def __init__(self, block_size: int):
         self.block_size = block_size
         self.slots: dict[int, int] = {}
+        self.ids: list[int] = []  # of the last step, where a pending token is found
 
-    def run(self, seqs: Iterable[Sequence], ids: list[int] | None = None) -> list[int]:
-        """Writes the scheduled tokens of each sequence, then samples one token for each.
-
-        `ids` are those of the step before, where a sequence's pending token is found.
-        """
-        seqs = list(seqs)
-        tokens = [seq.token_ids + ([ids[seq.pending_row]] if ids and seq.num_pending_tokens else []) for seq in seqs]
-        for seq, token_ids in zip(seqs, tokens, strict=True):
-            start = seq.num_cached_tokens
-            for position in range(start, start + seq.num_scheduled_tokens):
+    def dispatch(self, step: ScheduledStep) -> list[int]:
+        """Writes the step's tokens of each sequence, then samples one token for each."""
+        rows = list(zip(step.seqs, map(self._token_ids, step.seqs), step.starts, step.num_new, strict=True))
+        for seq, token_ids, start, num_new in rows:
+            for position in range(start, start + num_new):
                 before = self.slots[self._slot(seq, position - 1)] if position else 0
                 self.slots[self._slot(seq, position)] = _extend(before, token_ids[position])
-        return [self._sample(seq, token_ids) for seq, token_ids in zip(seqs, tokens, strict=True)]
+        self.ids = [self._sample(seq, token_ids[: start + num_new]) for seq, token_ids, start, num_new in rows]
+        return self.ids
+
+    def is_done(self, ids: list[int]) -> bool:
+        return True
+
+    def read(self, ids: list[int], num_seqs: int) -> list[int]:
+        assert len(ids) == num_seqs
+        return ids
+
+    def _token_ids(self, seq: Sequence) -> list[int]:
+        return seq.token_ids + ([self.ids[seq.pending_row]] if seq.num_pending_tokens else [])
 
     def _sample(self, seq: Sequence, token_ids: list[int]) -> int:
-        num_visible = seq.num_cached_tokens + seq.num_scheduled_tokens
         expected = 0
-        for position, token_id in enumerate(token_ids[:num_visible]):
+        for position, token_id in enumerate(token_ids):
             expected = _extend(expected, token_id)
             assert self.slots[self._slot(seq, position)] == expected, f"{seq}: position {position} is another's"
         return expected % VOCAB_SIZE
@@ -72,42 +83,43 @@ class FakeDevice:
         return seq.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
 
+class NoTimes:
+    """A clock for `StepLoop` that stands still."""
+
+    hidden_host_s = busy_s = 0.0
+
+    def phase(self, name: str):
+        return nullcontext()
+
+
+class CheckedScheduler(Scheduler):
+    """Checks the blocks after each change that a step makes."""
+
+    def advance(self, step: ScheduledStep):
+        super().advance(step)
+        check_integrity(self)
+
+    def settle(self, step: ScheduledStep, token_ids: list[int]):
+        super().settle(step, token_ids)
+        check_integrity(self)
+
+
+def make_loop(scheduler: Scheduler, device: FakeDevice, *, is_ahead: bool = True) -> StepLoop:
+    """The engine's own loop over the fake device."""
+    return StepLoop(scheduler, device, NoTimes(), is_ahead=is_ahead)
+
+
+def fail(loop: StepLoop):
+    """As if the device had lost what it was doing."""
+    loop.drop_step_in_flight()
+    loop.scheduler.restart([*loop.scheduler.running, *loop.scheduler.waiting])
+
+
 def run_step(scheduler: Scheduler, device: FakeDevice) -> tuple[list[Sequence], bool]:
-    """One step, with the books checked after it; returns what was scheduled."""
-    seqs, is_prefill = scheduler.schedule()
-    scheduler.postprocess(seqs, device.run(seqs), is_prefill)
+    """One step, its ids read before the next is scheduled; returns what was scheduled."""
+    step = make_loop(scheduler, device, is_ahead=False).run_step()
     check_integrity(scheduler)
-    return seqs, is_prefill
-
-
-class Overlapped:
-    """The loop that dispatches a step before it takes the ids of the one before."""
-
-    def __init__(self, scheduler: Scheduler, device: FakeDevice):
-        self.scheduler, self.device = scheduler, device
-        self.under_way: tuple[Flight, list[int]] | None = None
-        self.ids: list[int] = []
-        self.num_ahead = 0
-
-    def step(self):
-        if self.under_way is None or all(seq.is_finished for seq in self.under_way[0].seqs):
-            self.under_way = self._dispatch(*self.scheduler.schedule())
-        ahead = self.scheduler.schedule_ahead()
-        following = None if ahead is None else self._dispatch(*ahead)
-        self.num_ahead += following is not None
-        check_integrity(self.scheduler)
-        self.scheduler.settle(*self.under_way)
-        check_integrity(self.scheduler)
-        self.under_way = following
-
-    def fail(self):
-        """As if the device had lost what it was doing."""
-        self.under_way = None
-        self.scheduler.restart([*self.scheduler.running, *self.scheduler.waiting])
-
-    def _dispatch(self, seqs: list[Sequence], is_prefill: bool) -> tuple[Flight, list[int]]:
-        self.ids = self.device.run(seqs, self.ids)
-        return self.scheduler.advance(seqs, is_prefill), self.ids
+    return step.seqs, step.is_prefill
 
 
 def run_all(scheduler: Scheduler, device: FakeDevice, max_steps: int = 10_000) -> int:

@@ -12,10 +12,11 @@ from jaxvllm.engine.batch import (
     make_buckets,
     pack_step,
     packed_fields,
-    scheduled_rows,
-    split_rows,
+    split_step,
+    whole_piece,
 )
 from jaxvllm.engine.sequence import Sequence
+from jaxvllm.engine.step import ScheduledStep
 from jaxvllm.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
@@ -23,6 +24,10 @@ NUM_SLOTS = 400
 NUM_IDS = 8
 VOCAB_SIZE = 1000
 OPTIONS = {"num_slots": NUM_SLOTS, "num_ids": NUM_IDS, "vocab_size": VOCAB_SIZE}
+
+
+def whole(seqs, decode_only):
+    return whole_piece(ScheduledStep.of(seqs, "decode" if decode_only else "prefill"))
 
 
 def sequence(token_ids, *, cached, scheduled, block_table, **params):
@@ -43,7 +48,7 @@ def unpack(buffer, bucket):
 
 
 def pack(seqs, bucket, eos=()):
-    return unpack(pack_step(scheduled_rows(seqs), bucket, **OPTIONS, eos=eos), bucket)
+    return unpack(pack_step(whole(seqs, bucket.decode_only), bucket, **OPTIONS, eos=eos), bucket)
 
 
 @pytest.fixture
@@ -160,7 +165,7 @@ def test_every_step_within_the_limits_has_a_bucket_that_holds_it(buckets):
     for num_seqs in range(1, 33):
         for length in (1, 8, 256 // num_seqs):
             seqs = [sequence([1] * length, cached=0, scheduled=length, block_table=[0]) for _ in range(num_seqs)]
-            bucket = choose_bucket(buckets, scheduled_rows(seqs), decode_only=False)
+            bucket = choose_bucket(buckets, whole(seqs, decode_only=False))
             assert not bucket.decode_only
             assert bucket.num_tokens >= num_seqs * length
             assert bucket.num_seqs >= num_seqs
@@ -168,14 +173,14 @@ def test_every_step_within_the_limits_has_a_bucket_that_holds_it(buckets):
 
 def test_a_step_takes_the_smallest_bucket(buckets):
     seqs = [sequence([1] * 30, cached=29, scheduled=1, block_table=range(9))] * 3
-    assert choose_bucket(buckets, scheduled_rows(seqs), decode_only=True) == Bucket(4, 4, 16, True)
-    assert choose_bucket(buckets, scheduled_rows(seqs[:1]), decode_only=False) == Bucket(16, 2, 16, False)
+    assert choose_bucket(buckets, whole(seqs, decode_only=True)) == Bucket(4, 4, 16, True)
+    assert choose_bucket(buckets, whole(seqs[:1], decode_only=False)) == Bucket(16, 2, 16, False)
 
 
 def test_each_step_gets_a_buffer_of_its_own():
     seqs = [sequence([1, 2], cached=1, scheduled=1, block_table=[0])]
-    rows, bucket = scheduled_rows(seqs), Bucket(2, 2, 1, True)
-    first, second = (pack_step(rows, bucket, **OPTIONS, eos=frozenset()) for _ in range(2))
+    piece, bucket = whole(seqs, decode_only=True), Bucket(2, 2, 1, True)
+    first, second = (pack_step(piece, bucket, **OPTIONS, eos=frozenset()) for _ in range(2))
     assert not np.shares_memory(first, second)
 
 
@@ -196,25 +201,24 @@ def test_a_pending_token_is_taken_from_the_row_of_its_step():
 
 def runs(pieces):
     """Each piece as what it is and, per sequence, its row of ids, first position and number of tokens."""
-    return [
-        (decode_only, [tuple(map(int, row)) for row in zip(rows.id_rows, rows.starts, rows.num_new, strict=True)])
-        for rows, decode_only in pieces
-    ]
+    columns = [(piece.decode_only, zip(piece.id_rows, piece.starts, piece.num_new, strict=True)) for piece in pieces]
+    return [(decode_only, [tuple(map(int, row)) for row in rows]) for decode_only, rows in columns]
 
 
 PIECES_OF_16 = [Bucket(2, 2, 9, True), Bucket(8, 2, 9, False), Bucket(16, 4, 9, False)]
 
 
 def prompts(*lengths, cached=0):
-    return scheduled_rows([sequence([1] * 99, cached=cached, scheduled=n, block_table=[0]) for n in lengths])
+    seqs = [sequence([1] * 99, cached=cached, scheduled=n, block_table=[0]) for n in lengths]
+    return ScheduledStep.of(seqs, "prefill")
 
 
 def test_a_step_that_fits_stays_whole():
-    assert runs(split_rows(prompts(9, 1, 6), PIECES_OF_16)) == [(False, [(0, 0, 9), (1, 0, 1), (2, 0, 6)])]
+    assert runs(split_step(prompts(9, 1, 6), PIECES_OF_16)) == [(False, [(0, 0, 9), (1, 0, 1), (2, 0, 6)])]
 
 
 def test_a_long_step_is_cut_within_its_sequences():
-    assert runs(split_rows(prompts(10, 30, 3, cached=4), PIECES_OF_16)) == [
+    assert runs(split_step(prompts(10, 30, 3, cached=4), PIECES_OF_16)) == [
         (False, [(0, 4, 10), (1, 4, 6)]),
         (False, [(1, 10, 16)]),
         (False, [(1, 26, 8), (2, 4, 3)]),
@@ -222,14 +226,14 @@ def test_a_long_step_is_cut_within_its_sequences():
 
 
 def test_a_step_of_many_sequences_is_cut_between_them():
-    assert runs(split_rows(prompts(2, 2, 2, 2, 2), PIECES_OF_16)) == [
+    assert runs(split_step(prompts(2, 2, 2, 2, 2), PIECES_OF_16)) == [
         (False, [(i, 0, 2) for i in range(4)]),
         (False, [(4, 0, 2)]),
     ]
 
 
 def test_single_new_tokens_run_as_a_decode_where_they_are_most():
-    assert runs(split_rows(prompts(1, 20, 1, 1), PIECES_OF_16)) == [
+    assert runs(split_step(prompts(1, 20, 1, 1), PIECES_OF_16)) == [
         (True, [(0, 0, 1), (2, 0, 1), (3, 0, 1)]),
         (False, [(1, 0, 16)]),
         (False, [(1, 16, 4)]),
@@ -238,12 +242,12 @@ def test_single_new_tokens_run_as_a_decode_where_they_are_most():
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_pieces_run_every_token_once_and_in_order(lengths):
-    pieces = split_rows(prompts(*lengths), PIECES_OF_16)
+    pieces = split_step(prompts(*lengths), PIECES_OF_16)
     position = [0] * len(lengths)
-    for rows, decode_only in pieces:
-        assert decode_only or (rows.num_new.sum() <= 16 and len(rows.seqs) <= 4)
-        for row, start, num_new in zip(rows.id_rows, rows.starts, rows.num_new, strict=True):
+    for piece in pieces:
+        assert piece.decode_only or (piece.num_new.sum() <= 16 and len(piece.seqs) <= 4)
+        for row, start, num_new in zip(piece.id_rows, piece.starts, piece.num_new, strict=True):
             assert start == position[row]
-            assert 0 < num_new == (1 if decode_only else num_new)
+            assert num_new == 1 if piece.decode_only else num_new > 0
             position[row] += num_new
     assert position == lengths

@@ -16,6 +16,7 @@ from jaxvllm.bench.requests import Request
 from jaxvllm.cli import main
 from jaxvllm.engine.block_manager import BlockManager
 from jaxvllm.engine.sequence import Sequence
+from jaxvllm.engine.step import ScheduledStep
 
 SMALL = {
     "max_model_len": 64,
@@ -115,7 +116,7 @@ class TestWork:
         work = Work.of(engine)
         seq = Sequence(range(10), block_size=16)
         seq.num_cached_tokens, seq.num_scheduled_tokens = 9, 1
-        work.add([seq])
+        work.add(ScheduledStep.of([seq], "decode"))
         per_layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64  # q and o, k and v, feed-forward, norms
         num_weights = 2 * per_layer + 64
         head = 512 * 64

@@ -205,7 +205,7 @@ def test_allocating_twice_is_our_own_mistake():
         manager.allocate(seq, 0)
 
 
-# the books
+# accounting
 
 
 def _lost_block(manager, seq):

@@ -64,7 +64,12 @@ def test_a_page_names_files_and_code_that_exist(page):
     assert files
     assert sorted(file for file in files if not (ROOT / file).exists()) == []
     assert [path for path in named_code(text) if not found(path)] == []
-    modules = {"BlockManager": "block_manager", "Scheduler": "scheduler", "LLMEngine": "llm_engine"}
+    modules = {
+        "BlockManager": "block_manager",
+        "Scheduler": "scheduler",
+        "LLMEngine": "llm_engine",
+        "StepLoop": "step_loop",
+    }
     methods = [name for name in re.findall(r"`(\w+\.\w+)`", text) if name.partition(".")[0] in modules]
     assert [m for m in methods if not found(f"jaxvllm.engine.{modules[m.partition('.')[0]]}.{m}")] == []
 

@@ -12,7 +12,7 @@ FORBIDDEN = {  # folder: what nothing in it may import
     "models": (ENGINE, "jaxvllm.llm", "jaxvllm.cli", "jaxvllm.tokenizer"),
     "jaxvllm/engine": ("jaxvllm.llm", "jaxvllm.cli", "jaxvllm.tokenizer"),
 }
-METADATA = ("sequence", "block_manager", "scheduler", "batch")
+METADATA = ("sequence", "block_manager", "scheduler", "step", "step_loop", "batch")
 TOP_LEVEL = ("kernels", "models", "configs")  # importable only behind jaxvllm
 
 

@@ -7,7 +7,7 @@ import pytest
 from engines import GREEDY, assert_all_blocks_free, forget, make_llm, random_prompts, solo
 
 from jaxvllm import SamplingParams
-from jaxvllm.engine.compile_events import compile_count
+from jaxvllm.engine.stats import compile_count
 
 VOCAB = 200
 
@@ -327,7 +327,7 @@ class TestAbort:
             llm.generate([[1, 2, 3], [9] * 11], greedy(9), use_tqdm=False)
         assert added
         assert llm.is_finished()
-        assert not llm._claimed
+        assert not llm._inboxes
 
 
 def fail_at(monkeypatch, llm, *, step, error, lose_cache=False):

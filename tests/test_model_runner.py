@@ -9,9 +9,10 @@ from engines import GREEDY, make_llm, random_prompts
 
 from jaxvllm import SamplingParams
 from jaxvllm.engine import model_runner
-from jaxvllm.engine.batch import Bucket, pack_step, packed_fields, scheduled_rows
+from jaxvllm.engine.batch import Bucket, pack_step, packed_fields, whole_piece
 from jaxvllm.engine.model_runner import unpack
 from jaxvllm.engine.sequence import Sequence
+from jaxvllm.engine.step import ScheduledStep
 
 
 def test_device_unpacks_what_the_host_packed():
@@ -19,7 +20,8 @@ def test_device_unpacks_what_the_host_packed():
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=2**63 + 5)
     seq = Sequence([9, 8, 7], params, block_size=4)
     seq.block_table, seq.num_scheduled_tokens = [5], 3
-    buffer = pack_step(scheduled_rows([seq]), bucket, num_slots=40, num_ids=2, vocab_size=99, eos=())
+    piece = whole_piece(ScheduledStep.of([seq], "prefill"))
+    buffer = pack_step(piece, bucket, num_slots=40, num_ids=2, vocab_size=99, eos=())
     arrays = unpack(jnp.asarray(buffer), bucket)
     fields, _ = packed_fields(bucket)
     assert set(arrays) == set(fields)

@@ -34,13 +34,13 @@ def test_the_metadata_layer_does_not_import_jax():
 def test_prefill_goes_first_then_decode_in_order_of_arrival():
     seqs = [make_seq(range(10 * i, 10 * i + 3), seq_id=i) for i in range(3)]
     scheduler = make_scheduler(*seqs[:2])
-    assert scheduler.schedule() == (seqs[:2], True)
+    assert tuple(scheduler.schedule()) == (seqs[:2], True)
     assert [seq.num_scheduled_tokens for seq in seqs[:2]] == [3, 3]
     scheduler.postprocess(seqs[:2], [7, 8], True)
     scheduler.add(seqs[2])
-    assert scheduler.schedule() == ([seqs[2]], True)
+    assert tuple(scheduler.schedule()) == ([seqs[2]], True)
     scheduler.postprocess([seqs[2]], [9], True)
-    assert scheduler.schedule() == (seqs, False)
+    assert tuple(scheduler.schedule()) == (seqs, False)
     assert [seq.num_scheduled_tokens for seq in seqs] == [1, 1, 1]
     assert [seq.is_prefill for seq in seqs] == [False] * 3
 

@@ -2,10 +2,12 @@
 
 import pytest
 from fake_device import (
+    CheckedScheduler,
     Config,
     FakeDevice,
-    Overlapped,
     check_integrity,
+    fail,
+    make_loop,
     make_scheduler,
     make_seq,
     run_all,
@@ -56,10 +58,10 @@ def test_a_prompt_sent_twice_computes_a_token_and_gives_the_same(length):  # fau
     scheduler, device = make_scheduler(first), FakeDevice(4)
     run_all(scheduler, device)
     scheduler.add(second)
-    seqs, is_prefill = scheduler.schedule()
+    step = scheduler.schedule()
     assert 1 <= second.num_scheduled_tokens == length - second.num_cached_tokens
     assert second.num_cached_tokens == (length - 1) // 4 * 4
-    scheduler.postprocess(seqs, device.run(seqs), is_prefill)
+    scheduler.postprocess(step.seqs, device.dispatch(step), step.is_prefill)
     run_all(scheduler, device)
     assert second.completion_token_ids == first.completion_token_ids == solo_completion(first)
 
@@ -82,10 +84,10 @@ def test_a_prompt_over_a_warm_prefix_schedules_exactly_the_rest(max_num_batched_
     scheduler, device = make_scheduler(warm, max_num_batched_tokens=max_num_batched_tokens), FakeDevice(4)
     run_all(scheduler, device)
     scheduler.add(seq)
-    seqs, _ = scheduler.schedule()
+    step = scheduler.schedule()
     assert seq.num_cached_tokens == 8
     assert seq.num_scheduled_tokens == min(5, max_num_batched_tokens)
-    scheduler.postprocess(seqs, device.run(seqs), True)
+    scheduler.postprocess(step.seqs, device.dispatch(step), True)
     run_all(scheduler, device)
     assert seq.completion_token_ids == solo_completion(seq)
 
@@ -159,7 +161,7 @@ def _workloads(draw):
 @given(_workloads())
 @settings(max_examples=150, deadline=None)
 def test_any_workload_gives_each_request_its_solo_run(workload):
-    """Blocks are shared, evicted, preempted and aborted, and no request can tell; the books balance throughout."""
+    """Blocks are shared, evicted, preempted and aborted, and no request can tell; no block is ever lost."""
     config = workload[0]
     scheduler, device = Scheduler(config), FakeDevice(config.kvcache_block_size)
     run_workload(scheduler, workload, lambda _: run_step(scheduler, device))
@@ -169,13 +171,13 @@ def test_any_workload_gives_each_request_its_solo_run(workload):
 @settings(max_examples=150, deadline=None)
 def test_any_workload_gives_each_request_its_solo_run_with_steps_dispatched_ahead(workload, failures):
     config = workload[0]
-    scheduler = Scheduler(config)
-    loop = Overlapped(scheduler, FakeDevice(config.kvcache_block_size))
+    scheduler = CheckedScheduler(config)
+    loop = make_loop(scheduler, FakeDevice(config.kvcache_block_size))
 
     def step(number):
         if number in failures:
-            loop.fail()
-        loop.step()
+            fail(loop)
+        loop.run_step()
 
     run_workload(scheduler, workload, step)
 
@@ -210,22 +212,23 @@ def run_workload(scheduler, workload, step_of):
 
 def test_steps_run_ahead_whenever_no_id_is_needed_to_decide():
     seqs = [make_seq(range(100 * i, 100 * i + 6), 5) for i in range(3)]
-    loop = Overlapped(make_scheduler(*seqs), FakeDevice(4))
-    num_steps = 0
+    loop = make_loop(make_scheduler(*seqs), FakeDevice(4))
+    num_steps = num_ahead = 0
     while not loop.scheduler.is_finished():
-        loop.step()
+        loop.run_step()
         num_steps += 1
+        num_ahead += loop._in_flight is not None
     assert num_steps == 5, "a request that ends at max_tokens costs no step more"
-    assert loop.num_ahead == 4
+    assert num_ahead == 4
 
 
 def test_a_token_past_the_end_is_dropped_and_its_blocks_are_freed():
     seq = make_seq(range(7), 20)
     end = solo_completion(seq)[4]
     ended = make_seq(range(7), 20, stop_token_ids=[end])
-    loop = Overlapped(make_scheduler(ended), FakeDevice(4))
+    loop = make_loop(make_scheduler(ended), FakeDevice(4))
     while not loop.scheduler.is_finished():
-        loop.step()
+        loop.run_step()
     assert ended.completion_token_ids == solo_completion(seq)[:5]
     assert ended.num_tokens == len(ended.token_ids) == 12
     assert len(loop.scheduler.block_manager.free_block_ids) == 64
@@ -233,11 +236,11 @@ def test_a_token_past_the_end_is_dropped_and_its_blocks_are_freed():
 
 def test_a_generated_block_is_found_again_one_step_later_with_steps_dispatched_ahead():
     seq = make_seq(range(7), 6)
-    loop = Overlapped(make_scheduler(seq), FakeDevice(4))
+    loop = make_loop(make_scheduler(seq), FakeDevice(4))
     index = loop.scheduler.block_manager.hash_to_block_id
     sizes = []
     while not loop.scheduler.is_finished():
-        loop.step()
+        loop.run_step()
         sizes.append(len(index))
     assert sizes == [1, 2, 2, 2, 2, 3]
 

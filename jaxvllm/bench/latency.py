@@ -10,8 +10,8 @@ from jaxvllm.bench.machine import describe
 from jaxvllm.bench.measure import make_engine, make_sequence, run_requests
 from jaxvllm.bench.requests import Request
 from jaxvllm.bench.throughput import engine_options, start_figures
-from jaxvllm.engine.compile_events import compile_count
 from jaxvllm.engine.llm_engine import LLMEngine
+from jaxvllm.engine.stats import compile_count
 
 _PERCENTILES = (50, 90, 99)
 
@@ -51,24 +51,27 @@ def measure(
 def _serve(engine: LLMEngine, requests: list[Request], arrivals: list[float]) -> tuple[list[float], list[float], float]:
     """Returns seconds from each arrival to its first token, from each token to the next, and of the whole run."""
     waiting = [(at, make_sequence(engine, request)) for at, request in zip(arrivals, requests, strict=True)]
-    running: dict[int, tuple[Any, float, int]] = {}  # seq_id: sequence, time of its last token, tokens seen
+    last_at: dict[int, float] = {}  # by request: when it arrived, or its last token came
+    has_first: set[int] = set()
     first_s, token_s = [], []
     start = perf_counter()
-    while waiting or running:
+    while waiting or last_at:
         while waiting and waiting[0][0] <= perf_counter() - start:
             at, seq = waiting.pop(0)
-            running[engine.add(seq)] = (seq, start + at, 0)
-        if not running:
+            last_at[engine.add(seq)] = start + at
+        if not last_at:
             sleep(max(0.0, waiting[0][0] - (perf_counter() - start)))
             continue
-        engine.step()
+        events = engine.step()
         now = perf_counter()
-        for seq_id, (seq, last, num_seen) in list(running.items()):
-            if seq.num_completion_tokens > num_seen:
-                (token_s if num_seen else first_s).append(now - last)
-                running[seq_id] = (seq, now, seq.num_completion_tokens)
-            if seq.is_finished:
-                del running[seq_id]
+        for event in events:
+            seq_id = event.seq.seq_id
+            if event.new_ids:
+                (token_s if seq_id in has_first else first_s).append(now - last_at[seq_id])
+                has_first.add(seq_id)
+                last_at[seq_id] = now
+            if event.finish_reason is not None:
+                del last_at[seq_id]
     return first_s, token_s, perf_counter() - start
 
 

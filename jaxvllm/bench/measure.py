@@ -1,8 +1,7 @@
 """Runs requests through an engine and accounts for the time: where it went, and what it could have been."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter, process_time
 from typing import Any
@@ -14,10 +13,11 @@ from jaxvllm.bench.machine import copy_bandwidth, product_rate
 from jaxvllm.bench.random_model import RandomCheckpoint, num_parameters
 from jaxvllm.bench.requests import Request
 from jaxvllm.config import EngineConfig
-from jaxvllm.engine.compile_events import compile_count
-from jaxvllm.engine.host_times import HOST_WORK, PHASES, TRANSFERS
+from jaxvllm.engine.build import build_engine
 from jaxvllm.engine.llm_engine import LLMEngine
 from jaxvllm.engine.sequence import Sequence
+from jaxvllm.engine.stats import HOST_WORK, PHASES, TRANSFERS, compile_count
+from jaxvllm.engine.step import ScheduledStep
 from jaxvllm.models.checkpoint.loader import open_checkpoint, resolve_path
 from jaxvllm.sampling_params import SamplingParams
 from jaxvllm.tokenizer import load_tokenizer
@@ -31,11 +31,11 @@ def make_engine(
         raise ValueError("give either --model, a checkpoint, or --random, a config without weights.")
     config = EngineConfig(model=model or f"random {random}", **options)
     if random is not None:
-        return LLMEngine(config, RandomCheckpoint(random), frozenset(), use_tqdm=False), None  # pyright: ignore[reportArgumentType]
+        return build_engine(config, RandomCheckpoint(random), frozenset(), use_tqdm=False), None  # pyright: ignore[reportArgumentType]
     assert model is not None
     checkpoint = open_checkpoint(resolve_path(model))
     tokenizer = load_tokenizer(checkpoint)
-    return LLMEngine(config, checkpoint, tokenizer.eos_token_ids, use_tqdm=False), tokenizer.encode
+    return build_engine(config, checkpoint, tokenizer.eos_token_ids, use_tqdm=False), tokenizer.encode
 
 
 @dataclass(slots=True)
@@ -71,14 +71,13 @@ class Work:
             flops_per_s=max(map(product_rate, {model.dtype, "float32"})),  # some CPUs are slower in bfloat16
         )
 
-    def add(self, seqs: list[Sequence]):
+    def add(self, step: ScheduledStep):
         """Counts a scheduled step: every weight once, every cached token that is seen once, all products.
 
         The step's floor is the longer of bytes over the copy bandwidth and operations over the product rate.
         """
         num_bytes, flops = self.weight_bytes, 0.0
-        for seq in seqs:
-            start, num_new = seq.num_cached_tokens, seq.num_scheduled_tokens
+        for start, num_new in zip(step.starts, step.num_new, strict=True):
             num_bytes += (start + 2 * num_new) * self.cache_bytes_per_token  # the new ones are written and read
             flops += num_new * (2 * self.num_weights + (start + num_new / 2) * self.attention_flops_per_key)
             flops += 2 * self.head_weights
@@ -138,13 +137,16 @@ def run_requests(engine: LLMEngine, requests: list[Request], work: Work | None =
     before, compiled = dataclasses.replace(engine.stats), compile_count()
     phases, hidden = dict(engine.stats.times.seconds), engine.stats.times.hidden_host_s
     floor_before = work.floor_s if work else 0.0
-    with _counting(engine, work):
+    engine.loop.on_dispatch = work.add if work else None
+    try:
         start, cpu_start = perf_counter(), process_time()
         for seq in seqs:
             engine.add(seq)
         while not engine.is_finished():
             engine.step()
         run_s, cpu_s = perf_counter() - start, process_time() - cpu_start
+    finally:
+        engine.loop.on_dispatch = None
     times = engine.stats.times
     return Run(
         run_s=run_s,
@@ -169,21 +171,3 @@ def make_sequence(engine: LLMEngine, request: Request) -> Sequence:
             f"max_model_len={engine.config.max_model_len}, num_kvcache_blocks={engine.config.num_kvcache_blocks}."
         )
     return seq
-
-
-@contextmanager
-def _counting(engine: LLMEngine, work: Work | None) -> Iterator[None]:
-    """Counts the work of every step that is dispatched."""
-    runner, dispatch = engine.model_runner, engine.model_runner.dispatch
-
-    def counted(seqs: list[Sequence], is_prefill: bool):
-        assert work is not None
-        work.add(seqs)
-        return dispatch(seqs, is_prefill)
-
-    if work is not None:
-        runner.dispatch = counted
-    try:
-        yield
-    finally:
-        runner.dispatch = dispatch

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxvllm.bench.plain_block_manager import PlainBlockManager
-from jaxvllm.engine.batch import Bucket, pack_step, scheduled_rows
+from jaxvllm.engine.batch import Bucket, pack_step, whole_piece
 from jaxvllm.engine.block_manager import BlockManager
 from jaxvllm.engine.scheduler import Scheduler
 from jaxvllm.engine.sequence import Sequence
@@ -102,21 +102,21 @@ def decode_step_ms(num_seqs: int, num_steps: int, context: int = 512) -> dict[st
     for n in lens:
         scheduler.add(Sequence(rng.integers(0, _VOCAB_SIZE, n).tolist(), params, block_size=_BLOCK_SIZE))
     while scheduler.waiting:
-        seqs, is_prefill = scheduler.schedule()
-        scheduler.postprocess(seqs, [5] * len(seqs), is_prefill)
+        step = scheduler.schedule()
+        scheduler.postprocess(step.seqs, [5] * len(step.seqs), step.is_prefill)
     widest = 2 * context // _BLOCK_SIZE + num_steps
     bucket = Bucket(num_seqs, num_seqs, widest, True)
     options = {"num_slots": num_blocks * _BLOCK_SIZE, "num_ids": num_seqs, "vocab_size": _VOCAB_SIZE, "eos": ()}
     rows = []
     for _ in range(num_steps):
         times = [perf_counter()]
-        seqs, is_prefill = scheduler.schedule()
+        step = scheduler.schedule()
         times.append(perf_counter())
-        assert not is_prefill
-        assert len(seqs) == num_seqs
-        pack_step(scheduled_rows(seqs), bucket, **options)
+        assert not step.is_prefill
+        assert len(step.seqs) == num_seqs
+        pack_step(whole_piece(step), bucket, **options)
         times.append(perf_counter())
-        scheduler.postprocess(seqs, [5] * num_seqs, is_prefill)
+        scheduler.postprocess(step.seqs, [5] * num_seqs, False)
         times.append(perf_counter())
         rows.append(np.diff(times))
     schedule, batch, postprocess = (1e3 * np.median(rows, axis=0)).round(4).tolist()

@@ -1,7 +1,6 @@
 """`jaxvllm bench throughput`: all requests at once, and how fast they are done; beside a peer, if asked."""
 
 import contextlib
-import dataclasses
 import statistics
 import sys
 from typing import Any
@@ -98,12 +97,12 @@ class StepsInTurn:
         self._engine, self._requests = engine, requests
 
     def run(self) -> tuple[float, float]:
-        engine, config = self._engine, self._engine.config
-        engine.config = dataclasses.replace(config, async_scheduling=False)
+        engine = self._engine
+        engine.loop.is_ahead = False
         try:
             run = run_requests(engine, self._requests)
         finally:
-            engine.config = config
+            engine.loop.is_ahead = engine.config.async_scheduling
         return run.run_s, run.cpu_s
 
 

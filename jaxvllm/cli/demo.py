@@ -9,7 +9,7 @@ from jaxvllm.cli.options import load_llm
 from jaxvllm.config import PRESETS, read_preset
 
 if TYPE_CHECKING:
-    from jaxvllm.engine.llm_engine import EngineStats
+    from jaxvllm.engine.stats import EngineStats
 
 QUESTION = "List three primary colours."
 _PRESET = PRESETS / "smollm2_demo.toml"  # one question: two programs, a prefill of 64 tokens and a decode step

@@ -1,4 +1,4 @@
-"""Scheduled sequences to the padded integer arrays of one step. NumPy only, pure functions.
+"""A scheduled step to the padded integer arrays of its programs. NumPy only, pure functions.
 
 Everything a step needs travels in one int32 buffer, so that there is one transfer to the device per step. Both sides
 find a field by `packed_fields(bucket)`: the host fills views into the buffer, the compiled step slices it (`unpack`
@@ -6,7 +6,6 @@ in `model_runner.py`). A buffer is new for every step: on the CPU jax may read i
 """
 
 import math
-import struct
 from collections.abc import Collection, Iterable
 from functools import cache
 from itertools import chain
@@ -17,6 +16,7 @@ from jaxtyping import Int32
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.sequence import Sequence
+from jaxvllm.engine.step import ScheduledStep
 
 MAX_BANNED_IDS = 16  # end ids and stop ids that a request with min_tokens may have
 _TOKENS_PER_PREFILL_SEQ = 8  # a prefill bucket of T tokens holds T / 8 sequences: its head runs on few padded rows
@@ -39,19 +39,32 @@ class Field(NamedTuple):
     dtype: type[np.generic]
 
 
-class Rows(NamedTuple):
-    """What one program runs: of each of its sequences, `num_new` tokens from position `starts` on."""
+class Piece(NamedTuple):
+    """What one program runs of a step: of each of its sequences, `num_new` tokens from position `starts` on."""
 
     seqs: list[Sequence]
     starts: Int32[np.ndarray, " n"]
     num_new: Int32[np.ndarray, " n"]
     id_rows: Int32[np.ndarray, " n"]  # where each sampled id goes, among the ids of the whole step
+    decode_only: bool  # one token per sequence, run by a decode's program
+
+
+# What never changes of a request, as `pack_step` writes it: packed once, the first time that the request runs.
+_SAMPLING = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("seeds", np.uint32, (2,)),  # the high word, then the low one
+    ]
+)
 
 
 def make_buckets(config: EngineConfig, prefill_limit: int | None = None) -> list[Bucket]:
     """Every step shape an engine can need: one per decode batch size, one per prefill size, times M.
 
-    A prefill of more than `prefill_limit` tokens runs in pieces: see `split_rows`. None is no limit.
+    A prefill of more than `prefill_limit` tokens runs in pieces: see `split_step`. None is no limit.
     """
     seq_buckets = config.resolved_seq_buckets()
     token_buckets = config.resolved_token_buckets(prefill_limit)
@@ -68,69 +81,80 @@ def make_buckets(config: EngineConfig, prefill_limit: int | None = None) -> list
     return buckets
 
 
-def scheduled_rows(seqs: list[Sequence]) -> Rows:
-    """What the scheduler chose, as one piece."""
-    n = len(seqs)
-    return Rows(
-        seqs,
-        np.fromiter([seq.num_cached_tokens for seq in seqs], np.int32, n),
-        np.fromiter([seq.num_scheduled_tokens for seq in seqs], np.int32, n),
-        np.arange(n, dtype=np.int32),
-    )
+def whole_piece(step: ScheduledStep) -> Piece:
+    """The step as one piece."""
+    n = len(step.seqs)
+    starts, num_new = np.fromiter(step.starts, np.int32, n), np.fromiter(step.num_new, np.int32, n)
+    return Piece(step.seqs, starts, num_new, np.arange(n, dtype=np.int32), not step.is_prefill)
 
 
-def split_rows(rows: Rows, buckets: Iterable[Bucket]) -> list[tuple[Rows, bool]]:
-    """Cuts a prefill into pieces that buckets hold, to be run in order; says of each whether it runs as a decode.
+def split_step(step: ScheduledStep, buckets: Iterable[Bucket]) -> list[Piece]:
+    """Cuts a step into pieces that buckets hold, to be run in order; a decode is one piece.
 
-    A sequence may be cut: its next piece attends over the cache, as a chunk of a long prompt does, and the id that
-    counts is that of its last piece. Where most sequences have one new token (the rest of a cached prompt), those run
-    as a decode does, without a prefill's padding.
+    A sequence of a prefill may be cut: its next piece attends over the cache, as a chunk of a long prompt does, and
+    the id that counts is that of its last piece. Where most sequences have one new token (the rest of a cached prompt),
+    those run as a decode does, without a prefill's padding.
     """
-    prefill = max(bucket for bucket in buckets if not bucket.decode_only)
-    is_single = rows.num_new == 1
-    if 2 * np.count_nonzero(is_single) > len(rows.seqs):
-        singles = [(_take(rows, np.flatnonzero(is_single)), True)]
-        rest = np.flatnonzero(~is_single)
-        return singles + (split_rows(_take(rows, rest), buckets) if len(rest) else [])
-    ends = np.cumsum(rows.num_new)
-    if ends[-1] <= prefill.num_tokens and len(rows.seqs) <= prefill.num_seqs:
-        return [(rows, False)]
+    whole = whole_piece(step)
+    if not step.is_prefill:
+        return [whole]
+    is_single = whole.num_new == 1
+    if 2 * np.count_nonzero(is_single) <= len(whole.seqs):
+        return _split_prefill(whole, buckets)
+    singles = _take(whole, np.flatnonzero(is_single))._replace(decode_only=True)
+    rest = np.flatnonzero(~is_single)
+    return [singles, *(_split_prefill(_take(whole, rest), buckets) if len(rest) else [])]
+
+
+def _split_prefill(whole: Piece, buckets: Iterable[Bucket]) -> list[Piece]:
+    """Cuts at the tokens and the sequences that the largest prefill bucket holds."""
+    largest = max(bucket for bucket in buckets if not bucket.decode_only)
+    ends = np.cumsum(whole.num_new)
+    begins = ends - whole.num_new
+    if ends[-1] <= largest.num_tokens and len(whole.seqs) <= largest.num_seqs:
+        return [whole]
     pieces = []
     begin, first = 0, 0  # the next token, among all of the step, and its sequence
     while begin < ends[-1]:
-        end = min(begin + prefill.num_tokens, int(ends[-1]))
-        last = min(int(np.searchsorted(ends, end)), first + prefill.num_seqs - 1)
+        end = min(begin + largest.num_tokens, int(ends[-1]))
+        last = min(int(np.searchsorted(ends, end)), first + largest.num_seqs - 1)
         end = min(end, int(ends[last]))
         chosen = np.arange(first, last + 1)
-        before = np.maximum(begin - (ends - rows.num_new)[chosen], 0)  # tokens of the sequence in earlier pieces
-        until = np.minimum(end, ends[chosen]) - (ends - rows.num_new)[chosen]
-        piece = _take(rows, chosen)
+        before = np.maximum(begin - begins[chosen], 0)  # tokens of the sequence in earlier pieces
+        until = np.minimum(end, ends[chosen]) - begins[chosen]
+        piece = _take(whole, chosen)
         starts, num_new = piece.starts + before, until - before
-        pieces.append((piece._replace(starts=starts.astype(np.int32), num_new=num_new.astype(np.int32)), False))
+        pieces.append(piece._replace(starts=starts.astype(np.int32), num_new=num_new.astype(np.int32)))
         begin, first = end, last + (end == ends[last])
     return pieces
 
 
-def _take(rows: Rows, chosen: np.ndarray) -> Rows:
-    seqs = [rows.seqs[i] for i in chosen.tolist()]
-    return Rows(seqs, rows.starts[chosen], rows.num_new[chosen], rows.id_rows[chosen])
+def _take(piece: Piece, chosen: np.ndarray) -> Piece:
+    """The same of some of its sequences."""
+    seqs = [piece.seqs[i] for i in chosen.tolist()]
+    return Piece(seqs, piece.starts[chosen], piece.num_new[chosen], piece.id_rows[chosen], piece.decode_only)
 
 
-def choose_bucket(buckets: Iterable[Bucket], rows: Rows, decode_only: bool) -> Bucket:
-    """Returns the smallest bucket that holds the rows."""
-    num_tokens = int(rows.num_new.sum())
-    num_blocks = max([len(seq.block_table) for seq in rows.seqs])
+def choose_bucket(buckets: Iterable[Bucket], piece: Piece) -> Bucket:
+    """Returns the bucket that runs the piece with the least padding: fewest tokens, then sequences, then blocks."""
+    num_tokens = int(piece.num_new.sum())
+    num_blocks = max([len(seq.block_table) for seq in piece.seqs])
     fitting = (
         bucket
         for bucket in buckets
-        if bucket.decode_only == decode_only
+        if bucket.decode_only == piece.decode_only
         and bucket.num_tokens >= num_tokens
-        and bucket.num_seqs >= len(rows.seqs)
+        and bucket.num_seqs >= len(piece.seqs)
         and bucket.num_blocks >= num_blocks
     )
-    bucket = min(fitting, default=None)
-    assert bucket is not None, f"no bucket holds {num_tokens} tokens of {len(rows.seqs)} sequences, {num_blocks} blocks"
+    bucket = min(fitting, key=_padding, default=None)
+    assert bucket is not None, f"no bucket: {num_tokens} tokens of {len(piece.seqs)} sequences, {num_blocks} blocks"
     return bucket
+
+
+def _padding(bucket: Bucket) -> tuple[int, int, int]:
+    """What a program costs, most important first: tokens meet every weight, blocks only the attention."""
+    return bucket.num_tokens, bucket.num_seqs, bucket.num_blocks
 
 
 @cache  # as many as there are buckets
@@ -162,7 +186,7 @@ def packed_fields(bucket: Bucket) -> tuple[dict[str, Field], int]:
 
 
 def pack_step(
-    rows: Rows, bucket: Bucket, *, num_slots: int, num_ids: int, vocab_size: int, eos: Collection[int]
+    piece: Piece, bucket: Bucket, *, num_slots: int, num_ids: int, vocab_size: int, eos: Collection[int]
 ) -> Int32[np.ndarray, " words"]:
     """Builds the packed buffer of one program.
 
@@ -172,14 +196,14 @@ def pack_step(
     fields, length = packed_fields(bucket)
     buffer = np.zeros(length, np.int32)
     views = {name: _view(buffer, field) for name, field in fields.items()}
-    _fill_tokens(views, rows, num_slots)
-    _fill_ids(views, rows, bucket, num_ids)
-    _fill_sampling(views, rows.seqs, vocab_size, eos)
+    _fill_tokens(views, piece, num_slots)
+    _fill_ids(views, piece, num_ids)
+    _fill_sampling(views, piece.seqs, vocab_size, eos)
     return buffer
 
 
-def _fill_tokens(views: dict[str, np.ndarray], rows: Rows, num_slots: int):
-    seqs, starts, num_new, _ = rows
+def _fill_tokens(views: dict[str, np.ndarray], piece: Piece, num_slots: int):
+    seqs, starts, num_new = piece.seqs, piece.starts, piece.num_new
     n = len(seqs)
     block_size = seqs[0].block_size
     tables = views["block_tables"]
@@ -201,8 +225,8 @@ def _fill_tokens(views: dict[str, np.ndarray], rows: Rows, num_slots: int):
     else:
         seq_of = np.repeat(np.arange(n, dtype=np.int32), num_new)
         positions = np.arange(num_tokens, dtype=np.int32) + (starts - cu_seqlens_q[:n])[seq_of]
-        pieces = zip(seqs, starts.tolist(), num_new.tolist(), strict=True)
-        token_ids = chain.from_iterable(seq.token_ids[start : start + count] for seq, start, count in pieces)
+        rows = zip(seqs, starts.tolist(), num_new.tolist(), strict=True)
+        token_ids = chain.from_iterable(seq.token_ids[start : start + count] for seq, start, count in rows)
     views["token_ids"][:num_tokens] = np.fromiter(token_ids, np.int32, num_tokens)
     views["positions"][:num_tokens] = positions
     slots = views["slot_mapping"]
@@ -219,12 +243,12 @@ def _fill_tables(tables: Int32[np.ndarray, "S M"], block_tables: list[list[int]]
     used[np.arange(width) < lens[:, None]] = flat
 
 
-def _fill_ids(views: dict[str, np.ndarray], rows: Rows, bucket: Bucket, num_ids: int):
-    n = len(rows.seqs)
-    views["id_rows"][:n] = rows.id_rows
+def _fill_ids(views: dict[str, np.ndarray], piece: Piece, num_ids: int):
+    n = len(piece.seqs)
+    views["id_rows"][:n] = piece.id_rows
     views["id_rows"][n:] = num_ids
-    if bucket.decode_only:
-        sources = [seq.pending_row if seq.num_pending_tokens else num_ids for seq in rows.seqs]
+    if piece.decode_only:
+        sources = [seq.pending_row if seq.num_pending_tokens else num_ids for seq in piece.seqs]
         views["pending_rows"][:n] = sources
         views["pending_rows"][n:] = num_ids
 
@@ -232,11 +256,10 @@ def _fill_ids(views: dict[str, np.ndarray], rows: Rows, bucket: Bucket, num_ids:
 def _fill_sampling(views: dict[str, np.ndarray], seqs: list[Sequence], vocab_size: int, eos: Collection[int]):
     n = len(seqs)
     packed = b"".join([seq.packed_sampling or _pack_sampling(seq) for seq in seqs])
-    words = np.frombuffer(packed, np.int32).reshape(n, -1)
+    requests = np.frombuffer(packed, _SAMPLING)
     views["top_p"][n:] = 1
-    for column, name in enumerate(("temperature", "top_k", "top_p", "min_p")):
-        views[name].view(np.int32)[:n] = words[:, column]
-    views["seeds"].view(np.int32)[:n] = words[:, 4:]
+    for name in requests.dtype.names or ():
+        views[name][:n] = requests[name]
     banned = views["banned_token_ids"]
     banned[:] = vocab_size
     for row, seq in enumerate(seqs):
@@ -246,10 +269,13 @@ def _fill_sampling(views: dict[str, np.ndarray], seqs: list[Sequence], vocab_siz
 
 
 def _pack_sampling(seq: Sequence) -> bytes:
-    """What never changes of a request, in the words of the buffer; packed once, the first time that it runs."""
+    """Fills `Sequence.packed_sampling`.
+
+    It is kept because packing 256 requests takes 0.32 ms (one EPYC core), the rest of `pack_step` 0.21 ms.
+    """
     p = seq.sampling_params
-    options = struct.pack("=fiff", p.temperature, p.top_k, p.top_p, p.min_p)
-    seq.packed_sampling = options + struct.pack("=II", seq.seed >> 32, seq.seed & 0xFFFFFFFF)
+    seeds = (seq.seed >> 32, seq.seed & 0xFFFFFFFF)
+    seq.packed_sampling = np.array((p.temperature, p.top_k, p.top_p, p.min_p, seeds), _SAMPLING).tobytes()
     return seq.packed_sampling
 
 

@@ -146,7 +146,7 @@ class BlockManager:
             block.update(-1, [])
 
     def check_integrity(self, seqs: Iterable[Sequence]):
-        """Asserts that the books balance, given every sequence that may hold blocks. Cost: the whole pool."""
+        """Asserts that every block is accounted for, given all sequences that may hold one. Cost: the whole pool."""
         seqs = list(seqs)
         holders = Counter(block_id for seq in seqs for block_id in seq.block_table)
         for block in self.blocks:

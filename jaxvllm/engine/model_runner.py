@@ -19,12 +19,11 @@ from jaxvllm.engine.batch import (
     make_buckets,
     pack_step,
     packed_fields,
-    scheduled_rows,
-    split_rows,
+    split_step,
 )
 from jaxvllm.engine.cache_size import choose_num_blocks
-from jaxvllm.engine.host_times import HostTimes
-from jaxvllm.engine.sequence import Sequence
+from jaxvllm.engine.stats import HostTimes
+from jaxvllm.engine.step import ScheduledStep
 from jaxvllm.kernels import kv_cache
 from jaxvllm.kernels.paged_attention import AttentionBatch, AttentionForm, resolve_backend
 from jaxvllm.kernels.sampling import SamplingBatch, sample
@@ -33,6 +32,27 @@ from jaxvllm.models.config import ModelConfig
 # More rows than this gain nothing in a CPU's products, and their activations leave its caches: longer prefills run in
 # pieces, with less padding and fewer programs to compile.
 _CPU_PREFILL_TOKENS = 512
+
+
+def choose_backend(config: EngineConfig, model_config: ModelConfig, device: Any) -> str:
+    """Returns the attention backend for a model on a `jax.Device`, before any weight is loaded.
+
+    Raises `ValueError` where the options ask for more than one chip, or for a backend that cannot run the model there.
+    """
+    if config.tensor_parallel_size != 1:
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size}: this version runs a model on one chip, use 1."
+        )
+    form = AttentionForm(
+        num_heads=model_config.num_heads,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=config.kvcache_block_size,
+        dtype=model_config.dtype,
+        compute_capability=getattr(device, "compute_capability", None),
+        device_kind=device.device_kind,
+    )
+    return resolve_backend(config.attention_backend, device.platform, form)
 
 
 class ModelRunner:
@@ -45,23 +65,13 @@ class ModelRunner:
     place; no other reference to them may be kept.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, model: nnx.Module):
-        """Allocates the KV cache; raises `ValueError` when the device has no room for one sequence."""
-        if config.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={config.tensor_parallel_size}: this version runs a model on one chip, use 1."
-            )
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, model: nnx.Module, backend: str):
+        """Allocates the KV cache; raises `ValueError` when the device has no room for one sequence.
+
+        `backend` is that of `choose_backend`.
+        """
         device = jax.devices()[0]
-        form = AttentionForm(
-            num_heads=model_config.num_heads,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            block_size=config.kvcache_block_size,
-            dtype=model_config.dtype,
-            compute_capability=getattr(device, "compute_capability", None),
-            device_kind=device.device_kind,
-        )
-        self.backend = resolve_backend(config.attention_backend, device.platform, form)
+        self.backend = backend
         self.model_config = model_config
         self._forbid_recompile = config.forbid_recompile
         self._warm = False
@@ -92,21 +102,16 @@ class ModelRunner:
     def num_buckets(self) -> int:
         return len(self._buckets)
 
-    def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int]:
-        """Runs one step over what the scheduler chose; returns one sampled token id per sequence."""
-        return self.read(self.dispatch(seqs, is_prefill), len(seqs))
-
-    def dispatch(self, seqs: list[Sequence], is_prefill: bool) -> Int32[Array, " ids"]:
+    def dispatch(self, step: ScheduledStep) -> Int32[Array, " ids"]:
         """Gives one step to the device, without waiting for it; returns its sampled ids, for `read`.
 
         A pending token of a sequence is read on the device, from the ids of the step dispatched before.
         """
         with self.times.phase("batch"):
-            rows = scheduled_rows(seqs)
-            pieces = split_rows(rows, self._buckets) if is_prefill else [(rows, True)]
-        for piece, decode_only in pieces:
+            pieces = split_step(step, self._buckets)
+        for piece in pieces:
             with self.times.phase("batch"):
-                bucket = choose_bucket(self._buckets, piece, decode_only)
+                bucket = choose_bucket(self._buckets, piece)
                 packed = pack_step(
                     piece,
                     bucket,
@@ -123,7 +128,7 @@ class ModelRunner:
         return self._ids
 
     def read(self, ids: Int32[Array, " ids"], num_seqs: int) -> list[int]:
-        """Waits for a step and returns its ids, one per sequence: the only place where the host waits."""
+        """Waits for a step and returns its ids, one per sequence; the host waits nowhere else."""
         with self.times.phase("wait"):
             ids.block_until_ready()
         with self.times.phase("read"):

@@ -2,10 +2,11 @@
 
 from collections import deque
 from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from jaxvllm.engine.block_manager import BlockManager
 from jaxvllm.engine.sequence import Sequence, SequenceStatus
+from jaxvllm.engine.step import ScheduledStep
 from jaxvllm.outputs import FinishReason
 
 
@@ -28,16 +29,6 @@ class SchedulerConfig(Protocol):
     def num_kvcache_blocks(self) -> int: ...  # blocks in the pool
 
 
-class Flight(NamedTuple):
-    """A step that the device has been given, while the ids that it samples are not known."""
-
-    seqs: list[Sequence]
-    is_prefill: bool
-    starts: list[int]  # position of the first token that it runs, per sequence
-    num_new: list[int]  # tokens that it runs, per sequence
-    is_sampled: list[bool]  # False where a later step runs the rest of the prompt
-
-
 class Scheduler:
     """Chooses the sequences of each step: prefill before decode, first come, first served.
 
@@ -47,10 +38,10 @@ class Scheduler:
 
     A sequence that the pool can never hold must be refused before `add`: see `max_seq_tokens`.
 
-    `schedule` and `postprocess` take turns, and decide as NanoVLLM's. To keep the device busy, a step can instead be
-    followed by `advance` as soon as the device has it; then `schedule_ahead` chooses the next one without its ids,
-    and `settle` takes them when they come. What depends on an id (an end, the hash of a generated block, the blocks
-    that an end frees) then comes one step later.
+    `schedule` and `postprocess` take turns, and decide as NanoVLLM's. `postprocess` is `advance` and `settle` in one
+    call. To keep the device busy, call `advance` as soon as the device has the step; then `schedule_ahead` chooses the
+    next one without its ids, and `settle` takes them when they come. What depends on an id (an end, the hash of a
+    generated block, the blocks that an end frees) then comes one step later.
     """
 
     def __init__(self, config: SchedulerConfig):
@@ -74,18 +65,18 @@ class Scheduler:
     def add(self, seq: Sequence):
         self.waiting.append(seq)
 
-    def schedule(self) -> tuple[list[Sequence], bool]:
-        """Returns the sequences of the next step, and whether it is a prefill (else a decode).
+    def schedule(self) -> ScheduledStep:
+        """Returns the next step: a prefill where one can be admitted, else a decode.
 
-        Each has its blocks and `num_scheduled_tokens`; hand them to `postprocess` when the step has run.
+        Its sequences have their blocks and `num_scheduled_tokens`; call `postprocess` when it has run.
         There must be something to do (`not is_finished()`).
         """
         seqs = self._schedule_prefill()
         if seqs:
-            return seqs, True
+            return ScheduledStep.of(seqs, "prefill")
         seqs = self._schedule_decode()
         assert seqs, f"{len(self.waiting)} sequences wait, none fits: was one above max_seq_tokens added?"
-        return seqs, False
+        return ScheduledStep.of(seqs, "decode")
 
     def preempt(self, seq: Sequence):
         """Takes the blocks of a sequence already out of `running`; it will be the next to be admitted."""
@@ -99,21 +90,9 @@ class Scheduler:
 
         The id of a sequence whose prompt is not complete yet is dropped, as is that of one aborted meanwhile.
         """
-        any_finished = False
-        block_size = self.block_size
-        for seq, token_id in zip(seqs, token_ids, strict=True):
-            if seq.status is SequenceStatus.FINISHED:
-                continue
-            if is_prefill or seq.num_tokens % block_size == 0:  # a decode fills a block, or enters none
-                self.block_manager.hash_blocks(seq)
-            seq.num_cached_tokens += seq.num_scheduled_tokens
-            seq.num_scheduled_tokens = 0
-            if is_prefill and seq.num_cached_tokens < seq.num_tokens:
-                continue
-            seq.append_token(token_id)
-            any_finished |= self._finish_if_done(seq)
-        if any_finished:
-            self._drop_finished()
+        step = ScheduledStep.of(seqs, "prefill" if is_prefill else "decode")
+        self.advance(step)
+        self.settle(step, token_ids)
 
     def abort(self, seq: Sequence):
         """Ends a sequence and frees its blocks, wherever it stands; one that has finished stays as it is.
@@ -129,7 +108,7 @@ class Scheduler:
     def restart(self, seqs: list[Sequence]):
         """After a step that failed or was interrupted: the unfinished `seqs` compute again, in this order.
 
-        The books may be half written, so they are begun anew: every block is free, and no prefix is found again.
+        Block state may be inconsistent, so the block manager is rebuilt: every block is free, no prefix is cached.
         """
         self.block_manager = BlockManager(len(self.block_manager.blocks), self.block_size)
         self.running.clear()
@@ -139,52 +118,49 @@ class Scheduler:
             if seq.num_completion_tokens and self._reason_to_finish(seq) is not None:
                 seq.drop_last_token()  # interrupted before it could end: the same token will come again
 
-    def schedule_ahead(self) -> tuple[list[Sequence], bool] | None:
+    def schedule_ahead(self) -> ScheduledStep | None:
         """As `schedule`, while a step is under way; None where it takes that step's ids to decide.
 
         That is where every running sequence may have ended, and where blocks are so few that one had to be preempted.
         """
         seqs = self._schedule_prefill()
         if seqs:
-            return seqs, True
+            return ScheduledStep.of(seqs, "prefill")
         if self._num_blocks_to_decode() > len(self.block_manager.free_block_ids):
             return None
         seqs = self._schedule_decode()
-        return (seqs, False) if seqs else None
+        return ScheduledStep.of(seqs, "decode") if seqs else None
 
-    def advance(self, seqs: list[Sequence], is_prefill: bool) -> Flight:
-        """Accounts for a scheduled step that the device has been given; its tokens become pending.
+    def advance(self, step: ScheduledStep):
+        """Accounts for a step that the device has been given; the tokens that it samples become pending.
 
         The blocks that a prefill fills can be found at once: a step that finds them runs after it.
         """
-        starts = [seq.num_cached_tokens for seq in seqs]
-        num_new = [seq.num_scheduled_tokens for seq in seqs]
-        is_sampled = [True] * len(seqs)
-        for row, seq in enumerate(seqs):
+        is_prefill = step.is_prefill
+        for row, (seq, is_sampled) in enumerate(zip(step.seqs, step.is_sampled, strict=True)):
+            if seq.status is SequenceStatus.FINISHED:  # aborted since it was scheduled
+                continue
             if is_prefill:
                 self.block_manager.hash_blocks(seq)
             seq.num_cached_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
-            if is_prefill and seq.num_cached_tokens < seq.num_tokens:
-                is_sampled[row] = False
-            else:
+            if is_sampled:
                 seq.append_pending(row)
-        return Flight(seqs, is_prefill, starts, num_new, is_sampled)
 
-    def settle(self, flight: Flight, token_ids: list[int]):
+    def settle(self, step: ScheduledStep, token_ids: list[int]):
         """Takes the ids of a step after `advance`, and ends the sequences that are done.
 
         The ids of a sequence that ended meanwhile, at its previous token or by `abort`, are dropped.
         """
         any_finished = False
-        block_size = self.block_size
-        rows = zip(flight.seqs, flight.starts, flight.is_sampled, token_ids, strict=True)
+        block_size, is_prefill = self.block_size, step.is_prefill
+        rows = zip(step.seqs, step.starts, step.is_sampled, token_ids, strict=True)
         for seq, start, is_sampled, token_id in rows:
             if seq.status is SequenceStatus.FINISHED or not is_sampled:
                 continue
-            if not flight.is_prefill and (start + 1) % block_size == 0:
+            if not is_prefill and (start + 1) % block_size == 0:
                 self.block_manager.hash_block(seq, start // block_size)
-            seq.settle(token_id)
+            seq.resolve_pending(token_id)
             any_finished |= self._finish_if_done(seq)
         if any_finished:
             self._drop_finished()

@@ -43,6 +43,7 @@ class Sequence:
         self.last_token = self.token_ids[-1]
         self.num_tokens = len(self.token_ids)  # pending ones included
         self.num_pending_tokens = 0
+        self.num_reported_tokens = 0  # new tokens that the engine has handed out as events
         self.pending_row = -1  # of the last pending token, among the ids that its step samples
         self.num_prompt_tokens = self.num_tokens
         self.num_cached_tokens = 0
@@ -58,7 +59,7 @@ class Sequence:
         self.min_tokens = sampling_params.min_tokens
         self.ignore_eos = sampling_params.ignore_eos
         self.stop_token_ids = frozenset(sampling_params.stop_token_ids)
-        self.packed_sampling = b""  # what a step's buffer says of the request, kept by `batch.py` from the first on
+        self.packed_sampling = b""  # its constant part of a step's buffer: filled and read by `batch.py` only
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -121,7 +122,7 @@ class Sequence:
         self.num_pending_tokens += 1
         self.pending_row = row
 
-    def settle(self, token_id: int):
+    def resolve_pending(self, token_id: int):
         """Gives the first pending token its id."""
         self.token_ids.append(token_id)
         self.last_token = token_id

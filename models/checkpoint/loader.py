@@ -80,6 +80,12 @@ def read_config(path: Path) -> ModelConfig:
     return open_checkpoint(path).config
 
 
+def loaded_config(checkpoint: Checkpoint, dtype: str = "auto") -> ModelConfig:
+    """The config of a checkpoint loaded in `dtype`; auto is the checkpoint's own."""
+    config = checkpoint.config
+    return config if dtype == "auto" else dataclasses.replace(config, dtype=dtype)
+
+
 def check_weights(checkpoint: HFFolder | GGUFFile):
     """Raises ValueError, as `load_model` would, unless the tensors stored are the model's. Reads headers only."""
     config = checkpoint.config
@@ -102,9 +108,7 @@ def load_model(
     Raises ValueError naming tensors that are missing, surplus or mis-shaped.
     """
     checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
-    config = checkpoint.config
-    if dtype != "auto":
-        config = dataclasses.replace(config, dtype=dtype)
+    config = loaded_config(checkpoint, dtype)
     if config.num_layers > len(checkpoint.shapes):
         raise ValueError(f"{checkpoint.path}: {config.num_layers} layers do not fit {len(checkpoint.shapes)} tensors.")
     architecture = registry.resolve(config.model_type)

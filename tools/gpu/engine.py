@@ -1,7 +1,7 @@
 """The whole engine on a GPU, with random weights made there: NanoVLLM's workload, tokens per second and the floor.
 
-The scheduler and the model runner are driven as `LLMEngine` drives them, one step ahead, token ids in and out: neither
-a checkpoint nor a tokenizer is needed.
+The engine's own loop drives the scheduler and the model runner, one step ahead, token ids in and out: neither a
+checkpoint nor a tokenizer is needed.
 """
 
 import dataclasses
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.engine.model_runner import ModelRunner
-from jaxvllm.engine.scheduler import Flight, Scheduler
+from jaxvllm.engine.model_runner import ModelRunner, choose_backend
+from jaxvllm.engine.scheduler import Scheduler
 from jaxvllm.engine.sequence import Sequence
+from jaxvllm.engine.step_loop import StepLoop
 from jaxvllm.models import registry
 from jaxvllm.models.config import ModelConfig
 from jaxvllm.sampling_params import SamplingParams
@@ -107,7 +108,8 @@ def run_workload(card: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
     weight_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(model)))
     config = EngineConfig(model="random weights", eos=frozenset(), **(_TINY_OPTIONS if tiny else _OPTIONS))
     begin = perf_counter()
-    runner = ModelRunner(config, model_config, model)
+    backend = choose_backend(config, model_config, jax.devices()[0])
+    runner = ModelRunner(config, model_config, model, backend)
     runner.warm_up(show_progress=False)
     warm_up_s = perf_counter() - begin
     config = dataclasses.replace(config, num_kvcache_blocks=runner.num_blocks)
@@ -164,34 +166,25 @@ def _run_all(
         scheduler.add(seq)
     kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * jnp.dtype(model.dtype).itemsize
 
-    def dispatch(scheduled: list[Sequence], is_prefill: bool) -> tuple[Flight, Any]:
-        ids = runner.dispatch(scheduled, is_prefill)
-        return scheduler.advance(scheduled, is_prefill), ids
-
+    clock = runner.times
+    loop = StepLoop(scheduler, runner, clock, is_ahead=True)
     begin = came_s = perf_counter()
-    under_way, busy_s = None, runner.times.busy_s
     while not scheduler.is_finished() and came_s - begin < _TIME_LIMIT_S:
-        if under_way is None or all(seq.is_finished for seq in under_way[0].seqs):
-            under_way = dispatch(*scheduler.schedule())
-        flight, ids = under_way
-        ahead = scheduler.schedule_ahead()
-        under_way = None if ahead is None else dispatch(*ahead)
-        if ids.is_ready():  # the device may have been idle while the host worked
-            totals.gap_s += runner.times.busy_s - busy_s
-        else:
+        busy_s, hidden_s = clock.busy_s, clock.hidden_host_s
+        step = loop.run_step()
+        step_s, came_s = perf_counter() - came_s, perf_counter()
+        if clock.hidden_host_s > hidden_s:
             totals.num_waited += 1
-        token_ids = runner.read(ids, len(flight.seqs))
-        step_s, came_s, busy_s = perf_counter() - came_s, perf_counter(), runner.times.busy_s
-        num_known = sum(len(seq.token_ids) for seq in flight.seqs)
-        scheduler.settle(flight, token_ids)
-        totals.num_tokens += sum(len(seq.token_ids) for seq in flight.seqs) - num_known
-        if flight.is_prefill:
+        else:  # the device may have been idle while the host worked
+            totals.gap_s += clock.busy_s - busy_s
+        totals.num_tokens += sum(step.is_sampled)
+        if step.is_prefill:
             totals.num_prefills += 1
             totals.prefill_s += step_s
         else:
             totals.num_decodes += 1
             totals.decode_s += step_s
-            totals.decode_bytes += weight_bytes + kv_bytes * num_known
+            totals.decode_bytes += weight_bytes + kv_bytes * (sum(step.starts) + len(step.seqs))
     return totals
 
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxvllm.engine.compile_events import compile_count, enable_compilation_cache
+from jaxvllm.engine.stats import compile_count, enable_compilation_cache
 
 
 def test_compilations_are_counted_and_repeats_are_not():
